@@ -1,0 +1,1 @@
+"""Build, cache and check the container image; scripts/image.py is the command."""

@@ -1,0 +1,155 @@
+"""The Debian system under the image: from a Docker registry, or made with mmdebstrap."""
+
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import List, Mapping, NamedTuple
+
+from .process import BuildError, Workspace, run_logged
+from .sif import publish
+
+DOCKER_REGISTRY = "https://registry-1.docker.io/v2/"
+MAX_AGE_DAYS = 30  # an older base lacks security updates
+DOCKER_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
+
+
+class Base(NamedTuple):
+    """The two header lines of the definition."""
+
+    bootstrap: str
+    source: str
+
+
+def choose(kind: str, suite: str, cache: Path, work: Workspace, variables: Mapping[str, str], refresh: bool) -> Base:
+    """The base for this host. `auto`: a base in the cache, else Docker Hub, else mmdebstrap."""
+    tarball = cache / "base" / f"debian-{suite}-{platform.machine()}.tar"
+    if kind == "docker" or (
+        kind == "auto" and not is_fresh(tarball, refresh) and is_reachable(DOCKER_REGISTRY)
+    ):
+        return Base("docker", f"debian:{suite}-slim")
+    if not is_fresh(tarball, refresh):
+        make_tarball(suite, tarball, work, variables)
+    return Base("docker-archive", str(tarball))
+
+
+def is_fresh(tarball: Path, refresh: bool) -> bool:
+    """Whether the cached base may be used again."""
+    return (
+        not refresh
+        and tarball.is_file()
+        and time.time() - tarball.stat().st_mtime < MAX_AGE_DAYS * 86400
+    )
+
+
+def is_reachable(url: str, timeout: float = 5.0) -> bool:
+    """Whether a server answers; 401 is an answer too (the registry asks for a token)."""
+    try:
+        urllib.request.urlopen(url, timeout=timeout).close()
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403, 405)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def make_tarball(suite: str, target: Path, work: Workspace, variables: Mapping[str, str]) -> None:
+    """Make a minimal Debian with mmdebstrap and keep it as a docker-archive."""
+    ensure_mmdebstrap()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"making a minimal Debian {suite}", flush=True)
+    # mmdebstrap's other user ids must reach the file: not below a home directory that is 0700.
+    rootfs = work.path / "base.tar"
+    run_logged(
+        mmdebstrap_command(suite, rootfs, variables),
+        log=work.log,
+        env={**os.environ, **{k: v for k, v in variables.items() if k.lower().endswith("_proxy")}},
+        cwd=work.path,
+    )
+    archive = work.path / "base-docker.tar"
+    wrap_docker_archive(rootfs, archive)
+    publish(archive, target)
+    rootfs.unlink()
+
+
+def ensure_mmdebstrap() -> None:
+    """Install mmdebstrap where we may; say how to get it where we may not."""
+    if shutil.which("mmdebstrap"):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        print("changed: apt-get install mmdebstrap (it makes the Debian base)", flush=True)
+        done = subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "mmdebstrap"],
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return
+        raise BuildError(f"apt-get install mmdebstrap failed (run `apt-get update`?): {done.stderr.strip()}")
+    raise BuildError(
+        "no Docker registry in reach and no mmdebstrap: ask root for `apt-get install mmdebstrap`,"
+        " or build where Docker Hub is reachable and copy the SIF here"
+    )
+
+
+def mmdebstrap_command(suite: str, target: Path, variables: Mapping[str, str]) -> List[str]:
+    """mmdebstrap(1) for a base without manuals; the host's mirror is used but not written into it."""
+    command = [
+        "mmdebstrap",
+        "--variant=minbase",
+        "--format=tar",
+        "--include=ca-certificates",
+        "--skip=output/dev",  # device nodes: Apptainer brings its own, --fakeroot cannot make them
+        '--aptopt=Acquire::Languages "none"',
+        "--aptopt=Acquire::Retries 3",
+        "--dpkgopt=path-exclude=/usr/share/man/*",
+        "--dpkgopt=path-exclude=/usr/share/locale/*",
+        "--dpkgopt=path-exclude=/usr/share/doc/*",
+        "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+    ]
+    mirror, security = variables.get("DEBIAN_MIRROR"), variables.get("DEBIAN_SECURITY_MIRROR")
+    if mirror:
+        lines = [f"deb {mirror} {suite} main", f"deb {mirror} {suite}-updates main"]
+        lines += [f"deb {security} {suite}-security main"] if security else []
+        hook = "; ".join(f'echo "{line}"' for line in lines)
+        command += [
+            '--setup-hook=cp "$1/etc/apt/sources.list" "$1/etc/apt/sources.list.own"',
+            f'--setup-hook={{ {hook}; }} > "$1/etc/apt/sources.list"',
+            '--customize-hook=mv "$1/etc/apt/sources.list.own" "$1/etc/apt/sources.list"',
+        ]
+    return [*command, suite, str(target)]
+
+
+def wrap_docker_archive(rootfs: Path, target: Path) -> None:
+    """Wrap a root file system's tar as `docker save` does, which Apptainer can bootstrap from.
+
+    Docker Image Specification v1.2: manifest.json, a configuration, and one tar for each layer.
+    """
+    digest = hashlib.sha256()
+    with rootfs.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    configuration = {
+        "os": "linux",
+        "architecture": DOCKER_MACHINES.get(platform.machine(), platform.machine()),
+        "config": {},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest.hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": ["base:latest"], "Layers": ["layer.tar"]}]
+    with tarfile.open(str(target), "w") as archive:
+        for name, content in (("config.json", configuration), ("manifest.json", manifest)):
+            data = json.dumps(content).encode()
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+        archive.add(str(rootfs), "layer.tar")

@@ -1,0 +1,88 @@
+"""What goes into an image, and the key that says whether it changed."""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Dict, Iterator, Mapping, NamedTuple
+
+from .process import BuildError
+
+IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", ".*", "*.so", "*.o")
+
+
+class Inputs(NamedTuple):
+    """The tree's own inputs of one flavour, by path relative to the root."""
+
+    root: Path
+    flavour: str
+    version: str
+    dependencies: Dict[str, bytes]
+    payload: Dict[str, bytes]
+
+
+def flavours(root: Path) -> Dict[str, Path]:
+    """The flavours that can be built: each has a lock FLAVOUR.txt and a torch-FLAVOUR.txt."""
+    locks = root / "payload" / "requirements"
+    return {
+        path.stem[len("torch-") :]: path
+        for path in sorted(locks.glob("torch-*.txt"))
+        if (locks / path.name[len("torch-") :]).is_file()
+    }
+
+
+def read_inputs(root: Path, flavour: str) -> Inputs:
+    """Read what an image is made of; raises BuildError for a flavour that the tree lacks."""
+    known = flavours(root)
+    if flavour not in known:
+        raise BuildError(f"FLAVOUR={flavour} is unknown; wanted one of: {' '.join(known)}")
+    payload = dict(_files(root / "payload", root))
+    locks = ("build.txt", f"{flavour}.txt", f"torch-{flavour}.txt", f"torchvision-{flavour}.txt")
+    names = [f"payload/requirements/{name}" for name in locks]
+    dependencies = {name: payload[name] for name in names if name in payload}
+    dependencies["Singularity.def"] = (root / "Singularity.def").read_bytes()
+    found = re.search(r'^version = "(.+)"', payload["payload/pyproject.toml"].decode(), re.M)
+    if not found:
+        raise BuildError('payload/pyproject.toml has no line `version = "…"`')
+    return Inputs(root, flavour, found.group(1), dependencies, payload)
+
+
+def _files(directory: Path, root: Path) -> Iterator:
+    for parent, folders, names in os.walk(str(directory)):
+        skipped = IGNORED(parent, folders + names)
+        folders[:] = sorted(set(folders) - skipped)
+        for name in sorted(set(names) - skipped):
+            path = Path(parent, name)
+            yield str(path.relative_to(root)), path.read_bytes()
+
+
+def layer_key(inputs: Inputs, choices: Mapping[str, str]) -> str:
+    """The key of the dependencies: definition, locks, and the choices as the user made them.
+
+    `auto` stays `auto` in the key, so that a network that comes and goes rebuilds nothing.
+    """
+    return _digest(inputs.dependencies, {**choices, "flavour": inputs.flavour, "machine": platform.machine()})
+
+
+def image_key(inputs: Inputs, choices: Mapping[str, str]) -> str:
+    """The key of the whole image: the dependencies' and the payload's content."""
+    return _digest(inputs.payload, {"dependencies": layer_key(inputs, choices)})
+
+
+def _digest(files: Mapping[str, bytes], choices: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    for name, value in sorted(choices.items()):
+        digest.update(f"{name}={value}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def stage(inputs: Inputs, directory: Path) -> None:
+    """Write the inputs as they were read: an edit during the build cannot get into the image."""
+    for name, content in {**inputs.payload, **inputs.dependencies}.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

@@ -1,0 +1,143 @@
+"""Checks before a build: each finds a reason why it would fail minutes later, and says the remedy."""
+
+import os
+import pwd
+import shutil
+import subprocess
+from pathlib import Path
+from typing import List, Mapping, Optional
+
+GIB = 1024**3
+# Measured for the cpu flavour, generously rounded: the unpacked image plus the SIF being written.
+WANTED_BYTES = {"temporary": 4 * GIB, "cache": 3 * GIB, "output": 1 * GIB}
+# Ownership by other user ids, which --fakeroot needs, does not work on these (apptainer docs,
+# "Fakeroot feature"): the build directory must be local.
+NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "panfs", "fuse.sshfs"}
+
+
+def find_runtime() -> Optional[str]:
+    """The container program: apptainer, or singularity where a site has only that name."""
+    return shutil.which("apptainer") or shutil.which("singularity")
+
+
+def problems(
+    temporary: Path, cache: Path, output: Path, env: Mapping[str, str] = os.environ
+) -> List[str]:
+    """One line for each reason why a build cannot work here; an empty list where it can."""
+    found = []
+    if find_runtime() is None:
+        found.append("no apptainer or singularity in PATH: run `make setup` (or `module load` it)")
+    for role, directory, remedy in (
+        ("temporary", temporary, "TMPDIR=/local/directory make image"),
+        ("cache", cache, "XDG_CACHE_HOME=/big/directory make image"),
+        ("output", output, "make image OUT=/big/directory/image.sif"),
+    ):
+        found += directory_problems(role, directory, remedy)
+    found += proxy_problems(env)
+    found += subuid_problems()
+    found += namespace_problems()
+    return found
+
+
+def directory_problems(role: str, directory: Path, remedy: str) -> List[str]:
+    """Is the directory (or the nearest parent that exists) writable and large enough?"""
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"{role} directory {existing} is not a directory: {remedy}"]
+    if not is_writable(existing):
+        return [f"{role} directory {existing} is not writable: {remedy}"]
+    found = []
+    free, wanted = shutil.disk_usage(existing).free, WANTED_BYTES[role]
+    if free < wanted:
+        found.append(
+            f"{role} directory {existing} has {free / GIB:.1f} GiB free,"
+            f" {wanted / GIB:.0f} GiB wanted: {remedy}"
+        )
+    if role == "temporary":
+        kind = mount_of(existing)
+        if kind["type"] in NETWORK_FILE_SYSTEMS:
+            found.append(f"temporary directory {existing} is on {kind['type']}: {remedy}")
+        if "noexec" in kind["options"].split(","):
+            found.append(f"temporary directory {existing} is mounted noexec: {remedy}")
+    return found
+
+
+def is_writable(directory: Path) -> bool:
+    """Whether a file can be made there: on read-only mounts even root's permission bits lie."""
+    probe = directory / f".write-test-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def mount_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> Mapping[str, str]:
+    """Type and options of the mount that holds the directory (proc_pid_mounts(5))."""
+    best = {"point": "", "type": "unknown", "options": ""}
+    resolved = str(directory.resolve())
+    for line in mounts.read_text().splitlines():
+        _, point, kind, options = line.split()[:4]
+        point = point.replace("\\040", " ")
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best["point"]):
+            best = {"point": point, "type": kind, "options": options}
+    return best
+
+
+def proxy_problems(env: Mapping[str, str]) -> List[str]:
+    """curl takes a proxy without a scheme, pip and uv do not."""
+    return [
+        f"{name}={env[name]} has no scheme: export {name}=http://{env[name]}"
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        if env.get(name) and "://" not in env[name]
+    ]
+
+
+def subuid_problems(subuid: Path = Path("/etc/subuid"), subgid: Path = Path("/etc/subgid")) -> List[str]:
+    """A --fakeroot build needs a range of user ids, as root too (subuid(5))."""
+    user = pwd.getpwuid(os.geteuid())
+    has_range = all(
+        path.is_file()
+        and any(
+            line.split(":")[0] in (user.pw_name, str(user.pw_uid))
+            for line in path.read_text().splitlines()
+        )
+        for path in (subuid, subgid)
+    )
+    # getsubids also knows ranges that a directory service hands out (nsswitch.conf, "subid:").
+    if has_range or _has_range_elsewhere(user.pw_name):
+        return []
+    return [
+        f"user {user.pw_name} has no range in /etc/subuid and /etc/subgid: ask root for `usermod"
+        f" --add-subuids 1000000-1065535 --add-subgids 1000000-1065535 {user.pw_name}`"
+    ]
+
+
+def _has_range_elsewhere(user: str) -> bool:
+    if shutil.which("getsubids") is None:
+        return False
+    done = subprocess.run(["getsubids", user], capture_output=True, text=True, check=False)
+    return done.returncode == 0 and bool(done.stdout.strip())
+
+
+def namespace_problems(proc_sys: Path = Path("/proc/sys")) -> List[str]:
+    """Can an ordinary user make a user namespace here (user_namespaces(7))?"""
+    if os.geteuid() == 0:
+        return []
+    return [
+        f"{name} is {value}: ask root for `sysctl -w {name.replace('/', '.')}={wanted}`"
+        for name, forbidden, wanted in (
+            ("user/max_user_namespaces", "0", "65536"),
+            ("kernel/unprivileged_userns_clone", "0", "1"),
+        )
+        for value in [_read(proc_sys / name)]
+        if value == forbidden
+    ]
+
+
+def _read(path: Path) -> Optional[str]:
+    return path.read_text().strip() if path.is_file() else None
