@@ -28,6 +28,8 @@ def check_python() -> None:
     check(not site.ENABLE_USER_SITE, "~/.local leaks in: PYTHONNOUSERSITE is not set")
     for name in ("hpcdist", "hostlist", "jupyterlab", "numpy", "pytest", "rich"):
         importlib.import_module(name)
+    pip = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    check(pip.returncode == 0, f"pip check: {pip.stdout.strip()}")
 
 
 def check_torch(flavour: str, torchvision: str) -> str:
@@ -43,8 +45,12 @@ def check_torch(flavour: str, torchvision: str) -> str:
     wanted = found.group(1) if found else "unknown"
     check(torch.__version__ == wanted, f"torch is {torch.__version__}, the lock says {wanted}")
     if flavour == "cpu":
-        check(torch.version.cuda is None, f"the cpu flavour holds torch for CUDA {torch.version.cuda}")
-    check(torch.from_numpy(numpy.ones(3)).sum().item() == 3.0, "torch and numpy do not work together")
+        check(
+            torch.version.cuda is None, f"the cpu flavour holds torch for CUDA {torch.version.cuda}"
+        )
+    check(
+        torch.from_numpy(numpy.ones(3)).sum().item() == 3.0, "torch and numpy do not work together"
+    )
     check(torch.distributed.is_gloo_available(), "torch has no gloo backend")
     if torchvision != "none":
         version = importlib.import_module("torchvision").__version__
@@ -53,7 +59,7 @@ def check_torch(flavour: str, torchvision: str) -> str:
 
 
 def check_mpi() -> str:
-    """mpi4py on the image's own Open MPI, in a world of two ranks; returns the library's version."""
+    """mpi4py on the image's own Open MPI, in a world of two ranks; returns MPI's version."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().split(",")[0]
@@ -65,7 +71,7 @@ def check_mpi() -> str:
     world = subprocess.run(command, capture_output=True, text=True, timeout=120)
     check(
         world.returncode == 0 and world.stdout.split() == ["3", "3"],
-        f"mpirun -n 2 gave exit code {world.returncode}, {world.stdout!r}, {world.stderr[-2000:]!r}",
+        f"mpirun -n 2: exit code {world.returncode}, {world.stdout!r}, {world.stderr[-2000:]!r}",
     )
     return library
 

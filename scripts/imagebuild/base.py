@@ -29,7 +29,9 @@ class Base(NamedTuple):
     source: str
 
 
-def choose(kind: str, suite: str, cache: Path, work: Workspace, variables: Mapping[str, str], refresh: bool) -> Base:
+def choose(
+    kind: str, suite: str, cache: Path, work: Workspace, variables: Mapping[str, str], refresh: bool
+) -> Base:
     """The base for this host. `auto`: a base in the cache, else Docker Hub, else mmdebstrap."""
     tarball = cache / "base" / f"debian-{suite}-{platform.machine()}.tar"
     if kind == "docker" or (
@@ -95,7 +97,9 @@ def ensure_mmdebstrap() -> None:
         )
         if done.returncode == 0:
             return
-        raise BuildError(f"apt-get install mmdebstrap failed (run `apt-get update`?): {done.stderr.strip()}")
+        raise BuildError(
+            f"apt-get install mmdebstrap failed (run `apt-get update`?): {done.stderr.strip()}"
+        )
     raise BuildError(
         "no Docker registry in reach and no mmdebstrap: ask root for `apt-get install mmdebstrap`,"
         " or build where Docker Hub is reachable and copy the SIF here"
@@ -103,7 +107,7 @@ def ensure_mmdebstrap() -> None:
 
 
 def mmdebstrap_command(suite: str, target: Path, variables: Mapping[str, str]) -> List[str]:
-    """mmdebstrap(1) for a base without manuals; the host's mirror is used but not written into it."""
+    """mmdebstrap(1) for a base without manuals, by the host's mirror but without its name in it."""
     command = [
         "mmdebstrap",
         "--variant=minbase",

@@ -6,15 +6,15 @@ import subprocess
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, NamedTuple
 
 from . import base as base_image
 from . import preflight
 from .base import Base
 from .content import Inputs, image_key, layer_key, read_inputs, stage
 from .host_settings import HostSettings, collect, write_host_env
-from .process import BuildError, Workspace, hold_lock, run_logged
-from .sif import publish, read_labels
+from .process import BuildError, Workspace, hold_lock, run_logged, temporary_directory
+from .sif import check_target, publish, read_labels
 
 PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 # zstd takes a fifth of gzip's time for the same size; level 1 for what only the cache sees.
@@ -38,14 +38,9 @@ class Options(NamedTuple):
 
 
 def cache_directory() -> Path:
-    """Where base systems, wheels and layers are kept: outside the tree (XDG base directory spec)."""
+    """Where bases, wheels and layers are kept: outside the tree (XDG base directory spec)."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home).absolute() / "pytorch-dl-hpc"
-
-
-def temporary_directory() -> Path:
-    """Where the image is unpacked while it is built: Apptainer's own variable, then TMPDIR."""
-    return Path(os.environ.get("APPTAINER_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
 
 
 def build(options: Options) -> None:
@@ -57,17 +52,20 @@ def build(options: Options) -> None:
     inputs = read_inputs(options.root, options.flavour)
     key = image_key(inputs, options.choices())
     output = options.output
+    check_target(output)
     if read_labels(output).get("content-key") == key and not options.refresh:
         print(f"{output}: up to date (content key {key})")
         return
     cache, temporary = cache_directory(), temporary_directory()
     found = preflight.problems(temporary, cache, output.parent)
     if found:
-        raise BuildError("; ".join(found))
+        raise BuildError(*found)
     output.parent.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True, exist_ok=True)
     lock = hold_lock(output.with_name(f".{output.name}.lock"), f"another build of {output.name}")
-    with lock, Workspace(temporary, output.with_suffix(".log")) as work:
+    log = output.with_name(f"{output.name}.log")  # not x.log beside x.sif: it may be the user's
+    with lock, Workspace(temporary, log) as work:
+        log.write_text("")
         print(f"building {output.name}, content key {key}; log: {work.log}", flush=True)
         maker = Maker(work, cache, collect(os.environ), inputs)
         deps = maker.dependencies(options)
@@ -105,7 +103,7 @@ class Maker(NamedTuple):
         target = self.cache / "layers" / f"deps-{key}.sif"
         target.parent.mkdir(exist_ok=True)
         with hold_lock(target.parent / "lock", "another build's dependencies", wait=True):
-            if read_labels(target).get("layer-key") == key and not options.refresh:
+            if read_labels(target).get("content-key") == key and not options.refresh:
                 print(f"dependencies: layer {key} from the cache", flush=True)
                 os.utime(target)
                 return target
@@ -135,7 +133,11 @@ class Maker(NamedTuple):
             local = stage_directory / f"base{Path(base.source).suffix}"
             local.symlink_to(base.source)
             base = base._replace(source=local.name)
-        binds = {str(context): "/mnt", str(self.cache / "build"): "/mnt/cache", **self.settings.binds}
+        binds = {
+            str(context): "/mnt",
+            str(self.cache / "build"): "/mnt/cache",
+            **self.settings.binds,
+        }
         arguments = {
             "BOOTSTRAP": base.bootstrap, "FROM": base.source, "LAYER": layer,
             "FLAVOUR": self.inputs.flavour, **arguments,
@@ -162,7 +164,9 @@ def torchvision_version(options: Options, inputs: Inputs) -> str:
     found = re.search(r"^torchvision==(\S+)", lock.decode(), re.M)
     locked = found.group(1) if found else "none"
     if options.torchvision not in ("auto", "none", locked):
-        raise BuildError(f"TORCHVISION={options.torchvision}: wanted auto, none or the locked {locked}")
+        raise BuildError(
+            f"TORCHVISION={options.torchvision}: wanted auto, none or the locked {locked}"
+        )
     if options.torchvision != "auto":
         return options.torchvision
     index = os.environ.get("PYTORCH_INDEX") or f"{PYTORCH_INDEX}{inputs.flavour}/"

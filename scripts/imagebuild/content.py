@@ -43,18 +43,23 @@ def read_inputs(root: Path, flavour: str) -> Inputs:
     names = [f"payload/requirements/{name}" for name in locks]
     dependencies = {name: payload[name] for name in names if name in payload}
     dependencies["Singularity.def"] = (root / "Singularity.def").read_bytes()
-    found = re.search(r'^version = "(.+)"', payload["payload/pyproject.toml"].decode(), re.M)
+    project = payload.get("payload/pyproject.toml", b"")
+    found = re.search(r'^version = "(.+)"', project.decode(errors="replace"), re.M)
     if not found:
         raise BuildError('payload/pyproject.toml has no line `version = "…"`')
     return Inputs(root, flavour, found.group(1), dependencies, payload)
 
 
-def _files(directory: Path, root: Path) -> Iterator:
+def _files(directory: Path, root: Path) -> "Iterator[tuple[str, bytes]]":
     for parent, folders, names in os.walk(str(directory)):
         skipped = IGNORED(parent, folders + names)
-        folders[:] = sorted(set(folders) - skipped)
-        for name in sorted(set(names) - skipped):
+        # A link to a directory is among the folders, but not walked into: it must not be lost.
+        links = {name for name in folders if Path(parent, name).is_symlink()}
+        folders[:] = sorted(set(folders) - skipped - links)
+        for name in sorted({*names, *links} - skipped):
             path = Path(parent, name)
+            if not path.is_file():
+                raise BuildError(f"{path}: wanted a regular file or a link to one; remove it")
             yield str(path.relative_to(root)), path.read_bytes()
 
 
@@ -63,7 +68,9 @@ def layer_key(inputs: Inputs, choices: Mapping[str, str]) -> str:
 
     `auto` stays `auto` in the key, so that a network that comes and goes rebuilds nothing.
     """
-    return _digest(inputs.dependencies, {**choices, "flavour": inputs.flavour, "machine": platform.machine()})
+    return _digest(
+        inputs.dependencies, {**choices, "flavour": inputs.flavour, "machine": platform.machine()}
+    )
 
 
 def image_key(inputs: Inputs, choices: Mapping[str, str]) -> str:
@@ -74,15 +81,21 @@ def image_key(inputs: Inputs, choices: Mapping[str, str]) -> str:
 def _digest(files: Mapping[str, bytes], choices: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        digest.update(os.fsencode(name) + f"\0{len(content)}\0".encode() + content)
     for name, value in sorted(choices.items()):
         digest.update(f"{name}={value}\0".encode())
     return digest.hexdigest()[:16]
 
 
 def stage(inputs: Inputs, directory: Path) -> None:
-    """Write the inputs as they were read: an edit during the build cannot get into the image."""
+    """Write the inputs as they were read: an edit during the build cannot get into the image.
+
+    Everyone may read them in the image, whatever the umask of the one who builds it.
+    """
     for name, content in {**inputs.payload, **inputs.dependencies}.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+        path.chmod(0o644)
+    for parent, _, _ in os.walk(str(directory / "payload")):
+        Path(parent).chmod(0o755)

@@ -1,4 +1,4 @@
-"""Checks before a build: each finds a reason why it would fail minutes later, and says the remedy."""
+"""Checks before a build: what would make it fail minutes later, and the remedy."""
 
 import os
 import pwd
@@ -97,7 +97,9 @@ def proxy_problems(env: Mapping[str, str]) -> List[str]:
     ]
 
 
-def subuid_problems(subuid: Path = Path("/etc/subuid"), subgid: Path = Path("/etc/subgid")) -> List[str]:
+def subuid_problems(
+    subuid: Path = Path("/etc/subuid"), subgid: Path = Path("/etc/subgid")
+) -> List[str]:
     """A --fakeroot build needs a range of user ids, as root too (subuid(5))."""
     user = pwd.getpwuid(os.geteuid())
     has_range = all(
@@ -112,8 +114,10 @@ def subuid_problems(subuid: Path = Path("/etc/subuid"), subgid: Path = Path("/et
     if has_range or _has_range_elsewhere(user.pw_name):
         return []
     return [
-        f"user {user.pw_name} has no range in /etc/subuid and /etc/subgid: ask root for `usermod"
-        f" --add-subuids 1000000-1065535 --add-subgids 1000000-1065535 {user.pw_name}`"
+        (
+            f"user {user.pw_name} has no range in /etc/subuid and /etc/subgid: ask root for `usermod"
+            f" --add-subuids 1000000-1065535 --add-subgids 1000000-1065535 {user.pw_name}`"
+        )
     ]
 
 

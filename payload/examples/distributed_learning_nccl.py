@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""all_reduce over torch.distributed: nccl on GPUs, gloo without.
+
+Launch it in one of these ways (--nv where there are GPUs):
+
+    srun           singularity exec --nv IMAGE python -u distributed_learning_nccl.py
+    mpirun -n 4    singularity exec --nv IMAGE python -u distributed_learning_nccl.py
+    srun --ntasks-per-node=1 singularity exec --nv IMAGE torchrun --nnodes=2 --nproc-per-node=2 \\
+        --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 distributed_learning_nccl.py
+
+Every rank prints "rank R of W on HOST, local rank L, device D, backend B"; each contributes
+rank + 1, and rank 0 ends with "OK: sum S over W ranks on N node(s) (backend B)". Any world size
+will do. The exit code is 0 only if the sum is W(W+1)/2 on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import hpcdist
+import torch
+import torch.distributed as dist
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--expect-world", type=int, metavar="N", help="fail unless W is N")
+    parser.add_argument("--fail-rank", type=int, metavar="R", help="raise an exception on rank R")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    return parser.parse_args()
+
+
+def run(ctx: hpcdist.Context, arguments: argparse.Namespace) -> None:
+    print(
+        f"rank {ctx.rank} of {ctx.world_size} on {ctx.host}, local rank {ctx.local_rank}, "
+        f"device {ctx.device}, backend {ctx.backend}",
+        flush=True,
+    )
+    if arguments.expect_world not in (None, ctx.world_size):
+        raise SystemExit(f"world size is {ctx.world_size}, expected {arguments.expect_world}")
+    if arguments.fail_rank == ctx.rank:
+        raise RuntimeError(f"rank {ctx.rank} fails, as --fail-rank asked")
+
+    tensor = torch.tensor([float(ctx.rank + 1)], device=ctx.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+
+    total, wanted = int(tensor.item()), ctx.world_size * (ctx.world_size + 1) // 2
+    if total != wanted:
+        raise SystemExit(f"rank {ctx.rank}: sum is {total}, expected {wanted}")
+    dist.barrier()  # OK is said only when all ranks have checked their sum
+    if ctx.rank == 0:
+        print(
+            f"OK: sum {total} over {ctx.world_size} ranks on {ctx.num_nodes} node(s) "
+            f"(backend {ctx.backend})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    try:
+        with hpcdist.session(backend=("nccl", "gloo"), timeout=arguments.timeout) as ctx:
+            run(ctx, arguments)
+    except hpcdist.LaunchError as error:
+        sys.exit(f"distributed_learning_nccl: {error}")
+
+
+if __name__ == "__main__":
+    main()
