@@ -204,6 +204,15 @@ update_lists() { # the timeout does not cover the lists' own lock; another repos
 
 has_candidate() { apt-cache policy "$1" | grep 'Candidate:' | grep -qv '(none)'; }
 
+apt_get_unasked() { # with yes to all questions, and the administrator's configuration files kept
+  set -- -y -o Dpkg::Options::=--force-confdef -o Dpkg::Options::=--force-confold "$@"
+  if apt_get "$@" >"$work/log" 2>&1; then return 0; fi
+  # Was an earlier installation interrupted, this script's own perhaps? Then apt asks to finish that one first.
+  grep -q 'dpkg --configure -a' "$work/log" || return 1
+  dpkg --configure -a >"$work/log" 2>&1 9>&- || true
+  apt_get "$@" >"$work/log" 2>&1
+}
+
 apt_install() { # apt_install PACKAGE|FILE: with HELPERS, all or nothing; the C library stays, nothing is removed
   local helper plan new packages=("$1")
   for helper in "${HELPERS[@]}"; do # no distribution has to have them all
@@ -219,12 +228,9 @@ apt_install() { # apt_install PACKAGE|FILE: with HELPERS, all or nothing; the C 
     say "apt would replace the C library for $(basename "${packages[0]}"): left alone"
     return 1
   fi
-  set -- -y -o Dpkg::Options::=--force-confdef -o Dpkg::Options::=--force-confold "$@"
-  if ! apt_get "$@" >"$work/log" 2>&1; then
-    if grep -q 'dpkg --configure -a' "$work/log"; then # an installation was interrupted: by this script's end, perhaps
-      dpkg --configure -a >"$work/log" 2>&1 9>&- || true
-      apt_get "$@" >"$work/log" 2>&1
-    fi || { say "apt-get install: $(tail -n 3 "$work/log" | paste -sd' ')" && return 1; }
+  if ! apt_get_unasked "$@"; then
+    say "apt-get install: $(tail -n 3 "$work/log" | paste -sd' ')"
+    return 1
   fi
   [ -z "$new" ] || changed "packages installed: $new (undo: apt-get purge, with these names)"
 }

@@ -41,16 +41,20 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def say(line: str) -> None:
+    # The newline goes out with its line: python -u writes it by itself, and ranks' lines mix.
+    print(f"{line}\n", end="", flush=True)
+
+
 def run(
     who: Who,
     arguments: argparse.Namespace,
     all_reduce: Callable[[torch.Tensor], object],
     barrier: Callable[[], object],
 ) -> None:
-    print(
+    say(
         f"rank {who.rank} of {who.world_size} on {who.host}, local rank {who.local_rank}, "
-        f"device {who.device}, backend {who.backend}",
-        flush=True,
+        f"device {who.device}, backend {who.backend}"
     )
     if arguments.expect_world not in (None, who.world_size):
         raise SystemExit(f"world size is {who.world_size}, expected {arguments.expect_world}")
@@ -65,10 +69,9 @@ def run(
         raise RuntimeError(f"rank {who.rank}: sum is {total}, expected {wanted}")
     barrier()  # OK is said only when all ranks have checked their sum
     if who.rank == 0:
-        print(
+        say(
             f"OK: sum {total} over {who.world_size} ranks on {who.num_nodes} node(s) "
-            f"(backend {who.backend})",
-            flush=True,
+            f"(backend {who.backend})"
         )
 
 

@@ -31,11 +31,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def say(line: str) -> None:
+    # The newline goes out with its line: python -u writes it by itself, and ranks' lines mix.
+    print(f"{line}\n", end="", flush=True)
+
+
 def run(ctx: hpcdist.Context, arguments: argparse.Namespace) -> None:
-    print(
+    say(
         f"rank {ctx.rank} of {ctx.world_size} on {ctx.host}, local rank {ctx.local_rank}, "
-        f"device {ctx.device}, backend {ctx.backend}",
-        flush=True,
+        f"device {ctx.device}, backend {ctx.backend}"
     )
     if arguments.expect_world not in (None, ctx.world_size):
         raise SystemExit(f"world size is {ctx.world_size}, expected {arguments.expect_world}")
@@ -50,10 +54,9 @@ def run(ctx: hpcdist.Context, arguments: argparse.Namespace) -> None:
         raise SystemExit(f"rank {ctx.rank}: sum is {total}, expected {wanted}")
     dist.barrier()  # OK is said only when all ranks have checked their sum
     if ctx.rank == 0:
-        print(
+        say(
             f"OK: sum {total} over {ctx.world_size} ranks on {ctx.num_nodes} node(s) "
-            f"(backend {ctx.backend})",
-            flush=True,
+            f"(backend {ctx.backend})"
         )
 
 

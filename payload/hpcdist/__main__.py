@@ -1,4 +1,4 @@
-"""For job scripts: what hpcdist knows, as text.
+"""For job scripts: what hpcdist knows, put to use.
 
 python -m hpcdist torchrun-arguments    torchrun's options for this node of an srun step
 python -m hpcdist whoami                this process's placement, and the evidence for it
@@ -40,7 +40,7 @@ def list_torchrun_arguments(environ: Mapping[str, str]) -> list[str]:
         )
     return [
         f"--nnodes={placement.world_size}",
-        f"--node-rank={placement.rank}",
+        f"--node-rank={placement.node_rank}",
         f"--master-addr={meeting.host}",
         f"--master-port={meeting.port}",
     ]
@@ -48,15 +48,16 @@ def list_torchrun_arguments(environ: Mapping[str, str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpcdist")
-    parser.add_argument("what", choices=("torchrun-arguments", "whoami"))
-    what = parser.parse_args().what
+    parser.add_argument("what", choices=("torchrun", "whoami"))
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="torchrun's own options, the script")
+    given = parser.parse_args()
     try:
-        if what == "torchrun-arguments":
-            print(*list_torchrun_arguments(os.environ))
-        else:
-            placement = identify(os.environ)
-            print(f"rank {placement.rank} of {placement.world_size} by {placement.launcher}")
-            print(*placement.evidence, sep="\n")
+        if given.what == "torchrun":
+            command = ["torchrun", *list_torchrun_arguments(os.environ), *given.rest]
+            os.execvp(command[0], command)
+        placement = identify(os.environ)
+        print(f"rank {placement.rank} of {placement.world_size} by {placement.launcher}")
+        print(*placement.evidence, sep="\n")
     except LaunchError as error:
         print(f"hpcdist: error: {error}", file=sys.stderr)
         return 1

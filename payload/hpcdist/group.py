@@ -165,7 +165,7 @@ def _finish(
         launcher=placement.launcher, evidence=evidence, _leave=group.leave, _drop=group.drop,
     )  # fmt: skip
     if context.rank == 0 and not quiet:
-        print(announce(context), file=sys.stderr, flush=True)
+        print(f"{announce(context)}\n", end="", file=sys.stderr, flush=True)
     return context
 
 

@@ -1,6 +1,7 @@
 """The Debian system under the image: from a Docker registry, or made with mmdebstrap."""
 
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import List, Mapping, NamedTuple
 
+from .diagnosis import explain
 from .process import BuildError, Workspace, run_logged
 from .sif import publish
 
@@ -58,7 +60,7 @@ def is_reachable(url: str, timeout: float = 5.0) -> bool:
         urllib.request.urlopen(url, timeout=timeout).close()
     except urllib.error.HTTPError as error:
         return error.code in (401, 403, 405)
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
     return True
 
@@ -70,10 +72,11 @@ def make_tarball(suite: str, target: Path, work: Workspace, variables: Mapping[s
     print(f"making a minimal Debian {suite}", flush=True)
     # mmdebstrap's other user ids must reach the file: not below a home directory that is 0700.
     rootfs = work.path / "base.tar"
+    proxies = {name: v for name, v in variables.items() if name.lower().endswith("_proxy")}
     run_logged(
         mmdebstrap_command(suite, rootfs, variables),
         log=work.log,
-        env={**os.environ, **{k: v for k, v in variables.items() if k.lower().endswith("_proxy")}},
+        env={**os.environ, **proxies, "BASE_SOURCES": sources_list(suite, variables)},
         cwd=work.path,
     )
     archive = work.path / "base-docker.tar"
@@ -98,7 +101,8 @@ def ensure_mmdebstrap() -> None:
         if done.returncode == 0:
             return
         raise BuildError(
-            f"apt-get install mmdebstrap failed (run `apt-get update`?): {done.stderr.strip()}"
+            f"apt-get install mmdebstrap failed: {explain(done.stderr.splitlines())}:"
+            " run `apt-get update` first"
         )
     raise BuildError(
         "no Docker registry in reach and no mmdebstrap: ask root for `apt-get install mmdebstrap`,"
@@ -121,17 +125,21 @@ def mmdebstrap_command(suite: str, target: Path, variables: Mapping[str, str]) -
         "--dpkgopt=path-exclude=/usr/share/doc/*",
         "--dpkgopt=path-include=/usr/share/doc/*/copyright",
     ]
-    mirror, security = variables.get("DEBIAN_MIRROR"), variables.get("DEBIAN_SECURITY_MIRROR")
-    if mirror:
-        lines = [f"deb {mirror} {suite} main", f"deb {mirror} {suite}-updates main"]
-        lines += [f"deb {security} {suite}-security main"] if security else []
-        hook = "; ".join(f'echo "{line}"' for line in lines)
+    if variables.get("DEBIAN_MIRROR"):
+        # By a variable, not by name: a mirror may carry a password, a command line is public.
         command += [
             '--setup-hook=cp "$1/etc/apt/sources.list" "$1/etc/apt/sources.list.own"',
-            f'--setup-hook={{ {hook}; }} > "$1/etc/apt/sources.list"',
+            '--setup-hook=printf "%s" "$BASE_SOURCES" > "$1/etc/apt/sources.list"',
             '--customize-hook=mv "$1/etc/apt/sources.list.own" "$1/etc/apt/sources.list"',
         ]
     return [*command, suite, str(target)]
+
+
+def sources_list(suite: str, variables: Mapping[str, str]) -> str:
+    """A sources.list(5) for the host's own mirrors; empty where it names none."""
+    mirror, security = variables.get("DEBIAN_MIRROR"), variables.get("DEBIAN_SECURITY_MIRROR")
+    lines = [f"deb {mirror} {each} main\n" for each in (suite, f"{suite}-updates") if mirror]
+    return "".join([*lines, f"deb {security} {suite}-security main\n" if security else ""])
 
 
 def wrap_docker_archive(rootfs: Path, target: Path) -> None:

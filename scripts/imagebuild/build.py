@@ -39,7 +39,10 @@ class Options(NamedTuple):
 
 def cache_directory() -> Path:
     """Where bases, wheels and layers are kept: outside the tree (XDG base directory spec)."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except (RuntimeError, KeyError):  # a uid without an account, and no HOME
+        raise BuildError("no home directory: XDG_CACHE_HOME=/big/directory make image") from None
     return Path(home).absolute() / "pytorch-dl-hpc"
 
 

@@ -51,7 +51,7 @@ def read_inputs(root: Path, flavour: str) -> Inputs:
 
 
 def _files(directory: Path, root: Path) -> "Iterator[tuple[str, bytes]]":
-    for parent, folders, names in os.walk(str(directory)):
+    for parent, folders, names in os.walk(str(directory), onerror=_refuse):
         skipped = IGNORED(parent, folders + names)
         # A link to a directory is among the folders, but not walked into: it must not be lost.
         links = {name for name in folders if Path(parent, name).is_symlink()}
@@ -61,6 +61,10 @@ def _files(directory: Path, root: Path) -> "Iterator[tuple[str, bytes]]":
             if not path.is_file():
                 raise BuildError(f"{path}: wanted a regular file or a link to one; remove it")
             yield str(path.relative_to(root)), path.read_bytes()
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def layer_key(inputs: Inputs, choices: Mapping[str, str]) -> str:

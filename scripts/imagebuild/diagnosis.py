@@ -3,17 +3,29 @@
 import re
 from typing import Sequence
 
+# What went wrong, how programs say it, what to do.
 CAUSES = (
-    ("the disk is full", r"[Nn]o space left on device|disk quota exceeded",
-     "free some space, or choose other directories with TMPDIR=… XDG_CACHE_HOME=… OUT=…"),
-    ("a certificate is not trusted", r"CERTIFICATE_VERIFY_FAILED|certificate verif|UnknownIssuer|x509:",
-     "export SSL_CERT_FILE=/path/of/your/site's/ca.pem"),
-    ("no network", r"no such host|[Tt]emporary failure (in name )?resol|[Cc]ould not resolve|"
-     r"failed to lookup address|dns error|[Cc]onnection refused|[Cc]ould not connect|"
-     r"[Uu]nable to connect|[Cc]onnection timed out|Network is unreachable|No route to host|"
-     r"i/o timeout|NewConnectionError|ConnectTimeout",
-     "check http_proxy, https_proxy, DEBIAN_MIRROR, PIP_INDEX_URL, PYTORCH_INDEX"),
-)  # fmt: skip
+    (
+        "the disk is full",
+        "no space left on device|disk quota exceeded",
+        "free some space, or choose other directories with TMPDIR=… XDG_CACHE_HOME=… OUT=…",
+    ),
+    (
+        "a certificate is not trusted",
+        "certificate_verify_failed|certificate verif|unknownissuer|x509:",
+        "export SSL_CERT_FILE=/path/of/your/site's/ca.pem",
+    ),
+    (
+        "no network",
+        (
+            "no such host|temporary failure (in name )?resol|could not resolve|dns error"
+            "|failed to lookup address|connection refused|could not connect|unable to connect"
+            "|connection timed out|network is unreachable|no route to host|i/o timeout"
+            "|newconnectionerror|connecttimeout"
+        ),
+        "check http_proxy, https_proxy, DEBIAN_MIRROR, PIP_INDEX_URL, PYTORCH_INDEX",
+    ),
+)
 ERROR = r"\s*(E:|ERROR|error|FATAL|Singularity\.def:|\w*Error:)"
 # Apptainer's last words repeat that there was an error, not which.
 ECHO = r"while running %post section|while running %test section"
@@ -24,10 +36,12 @@ def explain(lines: Sequence[str]) -> str:
     """The cause that the lines show, with the line that shows it and, where known, a remedy."""
     for cause, pattern, remedy in CAUSES:
         for line in lines:
-            if re.search(pattern, line):
+            if re.search(pattern, line, re.IGNORECASE):
                 return f"{cause} ({_shorten(line)}): {remedy}"
     errors = [line for line in lines if re.match(ERROR, line) and not re.search(ECHO, line)]
-    return _shorten((errors or [line for line in lines if line.strip()] or ["no output"])[-1])
+    if errors:
+        return _shorten(errors[0])
+    return _shorten(next((line for line in reversed(lines) if line.strip()), "it printed nothing"))
 
 
 def _shorten(line: str) -> str:

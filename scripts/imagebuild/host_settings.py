@@ -75,6 +75,8 @@ def debian_mirrors(apt_directory: Path = Path("/etc/apt")) -> Dict[str, str]:
     found: Dict[str, str] = {}
     for uri in re.findall(r"^(?:URIs:|deb(?:\s+\[[^]]*\])?)\s+(\S+)", "\n".join(texts), re.M):
         uri = uri.rstrip("/")
+        if not uri.startswith("http"):  # a disk of the host is not there inside the build
+            continue
         if uri.endswith("/debian"):
             found.setdefault("DEBIAN_MIRROR", uri)
         elif uri.endswith("/debian-security"):
@@ -108,10 +110,12 @@ def collect(env: Mapping[str, str], apt_directory: Path = Path("/etc/apt")) -> H
     extra = [_inside(url, binds) for url in pip.get("extra-index-url", "").split()]
     if extra:
         # Every index is asked for every package, as pip does: the hashes decide what is installed.
-        variables.update({"UV_INDEX": " ".join(extra), "UV_INDEX_STRATEGY": "unsafe-best-match"})
-    if pip.get("trusted-host"):
-        variables["PIP_TRUSTED_HOST"] = variables["UV_INSECURE_HOST"] = pip["trusted-host"]
-    if pip.get("no-index", "").lower() in ("1", "true", "yes"):
+        variables["PIP_EXTRA_INDEX_URL"] = variables["UV_INDEX"] = " ".join(extra)
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    trusted = " ".join(pip.get("trusted-host", "").split())
+    if trusted:
+        variables["PIP_TRUSTED_HOST"] = variables["UV_INSECURE_HOST"] = trusted
+    if pip.get("no-index", "").lower() in ("1", "true", "yes", "on", "t", "y"):
         variables.update({"PIP_NO_INDEX": "1", "UV_NO_INDEX": "1"})
     links = [_inside(link, binds) for link in pip.get("find-links", "").split()]
     if links:

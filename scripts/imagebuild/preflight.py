@@ -2,14 +2,16 @@
 
 import os
 import pwd
+import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import List, Mapping, Optional
+from typing import List, Mapping, Optional, Sequence
 
 GIB = 1024**3
 # Measured for the cpu flavour, generously rounded: the unpacked image plus the SIF being written.
 WANTED_BYTES = {"temporary": 4 * GIB, "cache": 3 * GIB, "output": 1 * GIB}
+WANTED_IDS = 65536  # Apptainer maps the ids 1 to 65536
 # Ownership by other user ids, which --fakeroot needs, does not work on these (apptainer docs,
 # "Fakeroot feature"): the build directory must be local.
 NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "panfs", "fuse.sshfs"}
@@ -42,13 +44,16 @@ def problems(
 def directory_problems(role: str, directory: Path, remedy: str) -> List[str]:
     """Is the directory (or the nearest parent that exists) writable and large enough?"""
     existing = directory
-    while not existing.exists() and existing != existing.parent:
+    # os.path: a parent that may not be searched counts as missing, instead of raising an error.
+    while not os.path.exists(existing) and existing != existing.parent:  # noqa: PTH110
         existing = existing.parent
     if not existing.is_dir():
         return [f"{role} directory {existing} is not a directory: {remedy}"]
     if not is_writable(existing):
         return [f"{role} directory {existing} is not writable: {remedy}"]
     found = []
+    if role != "output" and re.search("[:,]", str(directory)):
+        found.append(f"{role} directory {directory} has a `:` or `,`, which --bind takes: {remedy}")
     free, wanted = shutil.disk_usage(existing).free, WANTED_BYTES[role]
     if free < wanted:
         found.append(
@@ -81,7 +86,7 @@ def mount_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> Mappi
     resolved = str(directory.resolve())
     for line in mounts.read_text().splitlines():
         _, point, kind, options = line.split()[:4]
-        point = point.replace("\\040", " ")
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), point)
         inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best["point"]):
             best = {"point": point, "type": kind, "options": options}
@@ -92,7 +97,8 @@ def proxy_problems(env: Mapping[str, str]) -> List[str]:
     """curl takes a proxy without a scheme, pip and uv do not."""
     return [
         f"{name}={env[name]} has no scheme: export {name}=http://{env[name]}"
-        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        for lower in ("http_proxy", "https_proxy", "all_proxy")
+        for name in (lower, lower.upper())
         if env.get(name) and "://" not in env[name]
     ]
 
@@ -101,24 +107,39 @@ def subuid_problems(
     subuid: Path = Path("/etc/subuid"), subgid: Path = Path("/etc/subgid")
 ) -> List[str]:
     """A --fakeroot build needs a range of user ids, as root too (subuid(5))."""
-    user = pwd.getpwuid(os.geteuid())
+    number = str(os.geteuid())
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a uid without an account, as in some containers
+        user = number
     has_range = all(
-        path.is_file()
-        and any(
-            line.split(":")[0] in (user.pw_name, str(user.pw_uid))
-            for line in path.read_text().splitlines()
-        )
+        path.is_file() and any(_grants(line, (user, number)) for line in _lines(path))
         for path in (subuid, subgid)
     )
     # getsubids also knows ranges that a directory service hands out (nsswitch.conf, "subid:").
-    if has_range or _has_range_elsewhere(user.pw_name):
+    if has_range or _has_range_elsewhere(user):
         return []
     return [
         (
-            f"user {user.pw_name} has no range in /etc/subuid and /etc/subgid: ask root for `usermod"
-            f" --add-subuids 1000000-1065535 --add-subgids 1000000-1065535 {user.pw_name}`"
+            f"user {user} has no range of {WANTED_IDS} in /etc/subuid and /etc/subgid: ask root for"
+            f" `usermod --add-subuids 1000000-1065535 --add-subgids 1000000-1065535 {user}`"
         )
     ]
+
+
+def _lines(path: Path) -> List[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def _grants(line: str, users: Sequence[str]) -> bool:
+    """Whether a line USER:FIRST:COUNT gives one of these users enough ids for Apptainer."""
+    fields = line.split(":")
+    return (
+        len(fields) == 3
+        and fields[0] in users
+        and fields[2].strip().isdigit()
+        and int(fields[2]) >= WANTED_IDS
+    )
 
 
 def _has_range_elsewhere(user: str) -> bool:

@@ -30,7 +30,7 @@ def is_whole(image: Path) -> bool:
         if len(header) < HEADER.size or HEADER.unpack(header)[1] != MAGIC:
             return False
         _, total, offset, _ = HEADER.unpack(header)[7:11]
-        if total < 1 or offset + total * DESCRIPTOR.size > size:
+        if total < 1 or offset < HEADER.size or offset + total * DESCRIPTOR.size > size:
             return False
         file.seek(offset)
         descriptors = DESCRIPTOR.iter_unpack(file.read(total * DESCRIPTOR.size))

@@ -38,7 +38,7 @@ clean_environment() {
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 }
 
-set_container() { # CONTAINER: how a command is run in the image
+set_container() { # set_container [SCRIPT …]: CONTAINER, how a command is run in the image
     local runtime
     runtime=$(command -v singularity || command -v apptainer) ||
         fail "no singularity or apptainer in PATH" "load the module in scripts/sites/$SITE.sh, or run \`make setup\`"
@@ -47,6 +47,11 @@ set_container() { # CONTAINER: how a command is run in the image
     local here
     here=$(pwd -P)
     CONTAINER=("$runtime" exec --bind "$here" --pwd "$here")
+    # The script may lie elsewhere; `-m MODULE` and `-c CODE` name no file.
+    if [[ -n ${1:-} && $1 != -* ]]; then
+        [[ -r $1 ]] || fail "no script $1" "make launch SCRIPT=FILE"
+        CONTAINER+=(--bind "$(cd "$(dirname "$1")" && pwd -P)")
+    fi
     # --nv without a driver binds host libraries in and says nothing.
     if has_nvidia_driver; then CONTAINER+=(--nv); fi
     if [[ -n ${BINDS:-} ]]; then CONTAINER+=(--bind "$BINDS"); fi
@@ -71,9 +76,9 @@ choose_mpi() { # MPI: pmix (srun starts the ranks) or mpirun (of the host)
     esac
 }
 
-prepare_job() {
+prepare_job() { # prepare_job [SCRIPT …]
     load_site
     clean_environment
-    set_container
+    set_container "$@"
     echo "job ${SLURM_JOB_ID:-none} on ${SLURM_JOB_NODELIST:-$(hostname)}, image $IMAGE, site $SITE"
 }

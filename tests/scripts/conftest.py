@@ -1,5 +1,6 @@
 """The scripts are importable, and every test may have a host of its own."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,28 @@ from hosts import Host, tiny_base  # noqa: E402
 def host(tmp_path):
     """A host with a fake apptainer."""
     return Host(tmp_path).fake_apptainer()
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory):
+    """A host with a fake apptainer where the image is built."""
+    host = Host(tmp_path_factory.mktemp("template")).fake_apptainer()
+    assert host.build().returncode == 0
+    return host
+
+
+@pytest.fixture
+def built(host, template):
+    """A host with a fake apptainer, and the image and its layer as the template's build left them."""
+    for directory in (host.output.parent, host.layers):
+        directory.mkdir()
+    for source, target in (
+        (template.output.parent, host.output.parent),
+        (template.layers, host.layers),
+    ):
+        for image in source.glob("*.sif"):
+            shutil.copy(image, target)
+    return host
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from imagebuild.base import wrap_docker_archive
+from sif_files import DATA
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -19,49 +21,37 @@ HOST_NAMES = re.compile(
     re.IGNORECASE,
 )
 
-# The real definition's skeleton: the same arguments and labels, nothing to download. The payload's
+# What the two long sections of the definition are replaced by: nothing to download. The payload's
 # own post.sh decides what happens in its layer.
-DEFINITION = """\
-Bootstrap: {{ BOOTSTRAP }}
-From: {{ FROM }}
-
-%arguments
-    BOOTSTRAP=docker
-    FROM=debian:bookworm-slim
-    SUITE=bookworm
-    FLAVOUR=cpu
-    TORCHVISION=none
-    LAYER=all
-    VERSION=0
-    REVISION=unknown
-    BUILD_DATE=unknown
-    CONTENT_KEY=unknown
-
-%files
-    payload /opt/payload
-
-%post -c /bin/bash
+SECTIONS = {
+    "post": """\
     set -euo pipefail
-    test -f /mnt/host.env
-    if [ "{{ LAYER }}" = deps ]; then
-        echo "layer-key {{ CONTENT_KEY }}" >> "$APPTAINER_LABELS"
-        echo "version.torchvision {{ TORCHVISION }}" >> "$APPTAINER_LABELS"
-        rm -r /opt/payload
-    else
-        echo "==> payload {{ SUITE }} {{ BUILD_DATE }}"
-        echo "content-key {{ CONTENT_KEY }}" >> "$APPTAINER_LABELS"
-        echo "flavour {{ FLAVOUR }}" >> "$APPTAINER_LABELS"
-        echo "org.opencontainers.image.version {{ VERSION }}" >> "$APPTAINER_LABELS"
-        echo "org.opencontainers.image.revision {{ REVISION }}" >> "$APPTAINER_LABELS"
-        . /opt/payload/post.sh
-    fi
-"""
+    . /mnt/host.env
+    echo "==> {{ LAYER }} on {{ SUITE }}"
+    if [ {{ LAYER }} = deps ]; then rm -r /opt/payload; else . /opt/payload/post.sh; fi
+""",
+    "test": "    test -f /opt/payload/hello.py\n",
+}
+
+
+def tiny_definition():
+    """The real definition's arguments, files, labels, environment and help, with SECTIONS."""
+    text = (ROOT / "Singularity.def").read_text()
+    for name, body in SECTIONS.items():
+        text, count = re.subn(rf"(?ms)^(%{name}\b[^\n]*\n).*?(?=^%|\Z)", rf"\1{body}\n", text)
+        assert count == 1, f"%{name} of Singularity.def"
+    return text
 
 
 def make_tree(path):
     """The scripts as they are, under a definition and a payload of a few lines."""
-    shutil.copytree(ROOT / "scripts", path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (path / "Singularity.def").write_text(DEFINITION)
+    shutil.copytree(
+        ROOT / "scripts", path / "scripts", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    # A build of kilobytes: the checks of free space have tests of their own.
+    preflight = path / "scripts/imagebuild/preflight.py"
+    preflight.write_text(preflight.read_text().replace("GIB = 1024**3", "GIB = 1"))
+    (path / "Singularity.def").write_text(tiny_definition())
     payload = path / "payload"
     (payload / "requirements").mkdir(parents=True)
     for name in ("build", "cpu", "torch-cpu", "torchvision-cpu"):
@@ -73,6 +63,19 @@ def make_tree(path):
     return path
 
 
+# `inspect` is asked often, and Python takes its time to start. As the real one it shows the labels
+# of a cut image, too.
+FAKE_APPTAINER = f"""\
+if [[ $1 != inspect ]]; then exec {sys.executable} -IS {HERE}/fake_apptainer.py "$@"; fi
+if [[ $(head -c 41 "${{@: -1}}" | tail -c 9) != SIF_MAGIC ]]; then
+    echo "FATAL:   Failed to open image ${{@: -1}}: image format not recognized" >&2
+    exit 255
+fi
+labels=$(tail -c +{DATA + 1} "${{@: -1}}" | head -c {DATA} | tr -d '\\0')
+echo '{{"data": {{"attributes": {{"labels": '"$labels"'}}}}, "type": "container"}}'
+"""
+
+
 class Host:
     """Runs the scripts of a small tree with an environment of its own."""
 
@@ -81,6 +84,7 @@ class Host:
         self.tree = make_tree(path / "tree")
         self.output = self.tree / "build" / "Pytorch_DL_HPC-cpu.sif"
         self.cache = path / "cache"
+        self.layers = self.cache / "pytorch-dl-hpc" / "layers"
         self.temporary = path / "tmp"
         self.bin = path / "bin"
         self.log = path / "calls"
@@ -92,6 +96,7 @@ class Host:
         tarball.parent.mkdir(parents=True)
         tarball.write_bytes(b"base")
         self.tarball = tarball
+        self.program("getsubids", "echo 0: $1 100000 65536")
         own = {name: value for name, value in os.environ.items() if not HOST_NAMES.match(name)}
         self.env = {
             **own,
@@ -102,6 +107,7 @@ class Host:
             "PYTHONPATH": str(path / "python"),
             "PYTHONDONTWRITEBYTECODE": "1",
             "GIT_CEILING_DIRECTORIES": str(path),
+            "PYTORCH_INDEX": "http://127.0.0.1:1/",
         }
 
     def program(self, name, script):
@@ -112,15 +118,16 @@ class Host:
         return file
 
     def fake_apptainer(self):
-        text = (HERE / "fake_apptainer.py").read_text()
-        self.program("apptainer", f"#!{sys.executable} -IS\n{text}")
+        self.program("apptainer", FAKE_APPTAINER)
         self.env.update(FAKE_LOG=str(self.log), FAKE_MODULES=str(HERE))
         return self
 
     def calls(self, verb):
         """The command lines of the fake apptainer's calls."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [call for call in map(json.loads, lines) if isinstance(call, list) and call[0] == verb]
+        return [
+            call for call in map(json.loads, lines) if isinstance(call, list) and call[0] == verb
+        ]
 
     def start(self, script, *arguments, wrapper=(), cwd=None, **env):
         return subprocess.Popen(
@@ -140,6 +147,46 @@ class Host:
 
     def build(self, *arguments, **options):
         return self.run("image.py", "build", *arguments, **options)
+
+    def built_layers(self):
+        """The layers that the fake apptainer was asked to build, in order."""
+        words = [word for call in self.calls("build") for word in call]
+        return [word[len("LAYER=") :] for word in words if word.startswith("LAYER=")]
+
+    def edit(self, file):
+        with (self.tree / file).open("a") as opened:
+            opened.write("# edited\n")
+
+    def start_slow_build(self):
+        """A build in the middle of its first layer."""
+        build = self.start("image.py", "build", FAKE_APPTAINER="slow")
+        for line in build.stdout:
+            if "deps installs things" in line:
+                break
+        return build
+
+    def survivors(self, marker=None):
+        """Processes that were started here (or whose command line has the marker) and still run.
+
+        Waits for them to end, and gives up after a while.
+        """
+        for _ in range(300):
+            found = [
+                path.name for path in Path("/proc").glob("[0-9]*") if self._is_ours(path, marker)
+            ]
+            if not found:
+                break
+            time.sleep(0.05)
+        return found
+
+    def _is_ours(self, process, marker):
+        try:
+            command = (process / "cmdline").read_bytes()
+            environment = (process / "environ").read_bytes()
+        except OSError:
+            return False
+        own = f"HOME={self.path / 'home'}\0".encode()
+        return own in environment or (marker is not None and marker.encode() in command)
 
     def leftovers(self):
         """What a build or a pull must not leave: workspaces, and parts of images."""
@@ -165,3 +212,21 @@ def tiny_base(tarball, work):
     layer = work / "layer.tar"
     subprocess.run(["tar", "-C", str(root), "-cf", str(layer), "."], check=True)
     wrap_docker_archive(layer, tarball)
+
+
+def in_namespace(commands):
+    """What to put before a command so that it runs where these mounts were made, and only there."""
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    return ["unshare", *user, "--mount", "sh", "-c", f'{commands} && exec "$@"', "sh"]
+
+
+def small_disk(directory, size="64k"):
+    """A prefix: there the directory is a file system of that size."""
+    return in_namespace(f"mount -t tmpfs -o size={size} none '{directory}'")
+
+
+def read_only(directory):
+    """A prefix: there the directory cannot be written to, by root neither."""
+    return in_namespace(
+        f"mount --bind '{directory}' '{directory}' && mount -o remount,bind,ro '{directory}'"
+    )

@@ -360,8 +360,12 @@ def test_ubuntu_never_takes_packages_of_debian(machine):
     machine.apt()
     result = machine.run()
     assert result.returncode == 1
+    assert result.stdout.splitlines() == [
+        "the distribution has no package apptainer",
+        "upstream cannot be reached: trying the next way",
+    ]
+    assert result.stderr.startswith("error: seen:   none of the ways")
     assert "ppa:apptainer/ppa" in result.stderr
-    assert not any("sid" in call for call in machine.calls("apt-get"))
 
 
 def test_fedora_and_its_relatives_use_dnf(machine):
@@ -404,7 +408,7 @@ def serve_upstream(machine, digest):
     )
 
 
-@pytest.mark.parametrize("os_release", [TRIXIE, UBUNTU])
+@pytest.mark.parametrize("os_release", [TRIXIE, UBUNTU], ids=["trixie", "ubuntu"])
 def test_upstreams_package_is_installed_with_the_right_checksum(machine, os_release):
     machine.write("etc/os-release", os_release)
     machine.apt(install=machine.installs(), plan=PLAN)

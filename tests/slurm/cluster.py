@@ -45,7 +45,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "ip", "unshare", 
 NETWORKS = ("10.199.0.0/16", "198.18.0.0/16")
 BRIDGE = "slurmtest"
 MARK = "SLURM_TEST_CLUSTER"
-FOREIGN = re.compile(r"(SLURMD?|SBATCH|SALLOC|SRUN|PMIX?|OMPI|PRTE)_|CUDA_VISIBLE_DEVICES$")
+FOREIGN = re.compile(r"(SLURMD?|SBATCH|SALLOC|SRUN|PMIX?|OMPI|PRTE)_")
 DEADLINE = 30.0  # seconds; a start takes about one on an idle machine
 
 

@@ -35,10 +35,8 @@ def test_a_client_does_not_see_the_job_around_the_tests(
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "3")
     monkeypatch.setenv("PMIX_RANK", "3")
-    done = slurm.run(
-        ["srun", "sh", "-c", "echo $SLURM_NTASKS $SAID ${PMIX_RANK-}"], env={"SAID": "x"}
-    )
-    assert done.stdout == "1 x\n"
+    script = "echo $SLURM_NTASKS $SAID ${PMIX_RANK-}"
+    assert slurm.run(["srun", "sh", "-c", script], env={"SAID": "x"}).stdout == "1 x\n"
 
 
 def test_a_failing_client_is_an_error_with_the_logs(slurm: Slurm) -> None:

@@ -140,6 +140,11 @@ def test_a_failed_start_shows_the_logs_and_leaves_no_trace(
     assert cluster.find_daemons(tmp_path / "one") == {}
 
 
+def test_a_path_that_munge_would_cut_is_refused(start_cluster: Start) -> None:
+    with pytest.raises(cluster.ClusterError, match="too long a path"):
+        start_cluster("x" * 90)
+
+
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "PROGRAMS", ("sh", "slurmctld-that-is-not-there"))
     if os.geteuid() == 0:
