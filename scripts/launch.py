@@ -145,7 +145,8 @@ def submit(submission: Submission, site: Path) -> str:
         check=False,
     )
     if done.returncode != 0:
-        raise LaunchError(f"nothing was submitted: {' '.join(done.stderr.split())}")
+        words = " ".join(done.stderr.split())
+        raise LaunchError(f"nothing was submitted (exit code {done.returncode}): {words}")
     sys.stderr.write(done.stderr)  # sbatch's warnings, and what the site file says
     return done.stdout.strip().split(";")[0]
 
@@ -196,7 +197,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             job = submit(submission, ROOT / "scripts/sites" / f"{request.site}.sh")
             print(f"job {job}; output: logs/{request.job}-{job}.out")
     except (LaunchError, OSError) as error:
-        print(f"launch: error: {error}", file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename
+        text = f"{error.filename}: {error.strerror}" if named else error
+        print(f"launch: error: {text}", file=sys.stderr)
         return 1
     return 0
 

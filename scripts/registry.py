@@ -108,7 +108,7 @@ def verify(uri: str, image: Path, sha256: Optional[str]) -> None:
         raise BuildError(f"{uri}: sha256 is {digest.hexdigest()}, wanted {sha256}")
     labels = read_labels(image)
     if not labels:
-        raise BuildError(f"{uri}: not a whole image (no labels can be read): fetch it again")
+        raise BuildError(f"{uri}: not a whole image: fetch it again")
     print(
         ", ".join(f"{key} {labels[key]}" for key in ("flavour", "version.torch") if key in labels)
     )

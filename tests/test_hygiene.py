@@ -49,6 +49,7 @@ def test_a_variable_passed_on_purpose_gets_in(tmp_path: Path) -> None:
 
 def test_directories_that_exist_only_outside_are_replaced() -> None:
     """TMPDIR, XDG_RUNTIME_DIR and CA files of the host that are not there inside."""
+    assert inside("sh", "-c", "echo $TMPDIR", TMPDIR="/var/tmp") == "/var/tmp"
     script = 'echo "$TMPDIR ${XDG_RUNTIME_DIR:-none} ${SSL_CERT_FILE:-none} $LC_ALL"'
     variables = {"TMPDIR": "/nowhere/tmp", "XDG_RUNTIME_DIR": "/nowhere/run",
                  "SSL_CERT_FILE": "/nowhere/ca.pem", "LC_ALL": "de_DE.UTF-8"}  # fmt: skip
@@ -60,6 +61,12 @@ def test_variables_of_the_job_get_in() -> None:
     script = 'echo "$SLURM_PROCID $PMIX_RANK $OMP_NUM_THREADS"'
     variables = {"SLURM_PROCID": "3", "PMIX_RANK": "2", "OMP_NUM_THREADS": "7"}
     assert inside("sh", "-c", script, **variables) == "3 2 7"
+
+
+def test_environment_is_defined_once() -> None:
+    """Layers do not pile up their %environment."""
+    text = inside("cat", "/.singularity.d/env/90-environment.sh")
+    assert text.count("export PYTHONNOUSERSITE=1") == 1
 
 
 def test_run_is_python_and_test_is_the_self_test() -> None:
@@ -88,5 +95,5 @@ def test_record_names_no_path_of_the_build_host() -> None:
     """`singularity inspect` shows a definition and labels that hold no path of the host."""
     command = ["apptainer", "inspect", "--all", str(IMAGE)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for word in (str(ROOT), str(Path.home()) + "/", "local0", "host.env="):
+    for word in (str(ROOT), str(Path.home() / ".cache"), "local0", "pytorch-dl-hpc-"):
         assert word not in text, word

@@ -1,7 +1,8 @@
 """For job scripts: what hpcdist knows, put to use.
 
-python -m hpcdist torchrun-arguments    torchrun's options for this node of an srun step
-python -m hpcdist whoami                this process's placement, and the evidence for it
+python -m hpcdist torchrun OPTIONS SCRIPT …   torchrun on this node of an srun step, joined to the
+                                              torchruns of the step's other nodes
+python -m hpcdist whoami                      this process's placement, and the evidence for it
 """
 
 from __future__ import annotations

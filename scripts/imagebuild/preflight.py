@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import List, Mapping, Optional, Sequence
 
 GIB = 1024**3
+# `--bind` splits at some characters; a shell of Apptainer's build stumbles over others.
+UNFIT = {"temporary": ":,'\"`;&|()<>", "cache": ":,", "output": ""}
 # Measured for the cpu flavour, generously rounded: the unpacked image plus the SIF being written.
 WANTED_BYTES = {"temporary": 4 * GIB, "cache": 3 * GIB, "output": 1 * GIB}
 WANTED_IDS = 65536  # Apptainer maps the ids 1 to 65536
@@ -52,8 +54,12 @@ def directory_problems(role: str, directory: Path, remedy: str) -> List[str]:
     if not is_writable(existing):
         return [f"{role} directory {existing} is not writable: {remedy}"]
     found = []
-    if role != "output" and re.search("[:,]", str(directory)):
-        found.append(f"{role} directory {directory} has a `:` or `,`, which --bind takes: {remedy}")
+    odd = sorted(set(UNFIT[role]) & set(str(directory)))
+    if odd:
+        found.append(
+            f"{role} directory {directory} has {' '.join(odd)} in its name,"
+            f" which Apptainer cannot take: {remedy}"
+        )
     free, wanted = shutil.disk_usage(existing).free, WANTED_BYTES[role]
     if free < wanted:
         found.append(

@@ -20,7 +20,7 @@ from .diagnosis import explain, without_passwords
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Waits for the end of its input, which comes when the process at the other end is gone, then ends
 # the process group $0. PR_SET_PDEATHSIG (prctl(2)) would be lost where Apptainer changes its ids.
-GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 2; kill -s KILL -- "-$0"'
+GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 1; kill -s KILL -- "-$0"'
 SHOWN_LINES = 15  # of the log, when a command fails
 
 

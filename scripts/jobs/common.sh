@@ -52,6 +52,8 @@ set_container() { # set_container [SCRIPT …]: CONTAINER, how a command is run 
         [[ -r $1 ]] || fail "no script $1" "make launch SCRIPT=FILE"
         CONTAINER+=(--bind "$(cd "$(dirname "$1")" && pwd -P)")
     fi
+    # Node-local scratch that the batch system made for this job.
+    if [[ -d ${TMPDIR:-} ]]; then CONTAINER+=(--bind "$TMPDIR"); fi
     # --nv without a driver binds host libraries in and says nothing.
     if has_nvidia_driver; then CONTAINER+=(--nv); fi
     if [[ -n ${BINDS:-} ]]; then CONTAINER+=(--bind "$BINDS"); fi

@@ -133,9 +133,9 @@ def test_nothing_of_the_build_is_left() -> None:
     """No compilers, no caches, no package lists, no settings of the build host."""
     for program in ("gcc", "cc", "g++", "make", "uv"):
         assert shutil.which(program) is None, program
-    for place in ("/opt/.build", "/root/.cache", "/var/lib/apt/lists/partial"):
-        assert not Path(place).exists() or not any(Path(place).iterdir()), place
-    assert not list(Path("/var/cache/apt").rglob("*.deb"))
+    assert not Path("/opt/.build").exists()
+    for place in ("/var/cache/apt", "/var/lib/apt/lists"):
+        assert not list(Path(place).iterdir()), place
     assert not list(Path("/mnt").iterdir())
     text = "\n".join(path.read_text() for path in Path("/etc/apt").rglob("*.list"))
     assert "@" not in text, "a mirror with a password"

@@ -25,18 +25,18 @@ def template(tmp_path_factory):
     return host
 
 
+def copy_images(source, target):
+    for old, new in ((source.layers, target.layers), (source.output.parent, target.output.parent)):
+        new.mkdir(exist_ok=True)
+        for image in old.glob("*.sif"):
+            shutil.copy(image, new)
+    return target
+
+
 @pytest.fixture
 def built(host, template):
-    """A host with a fake apptainer, and the image and its layer as the template's build left them."""
-    for directory in (host.output.parent, host.layers):
-        directory.mkdir()
-    for source, target in (
-        (template.output.parent, host.output.parent),
-        (template.layers, host.layers),
-    ):
-        for image in source.glob("*.sif"):
-            shutil.copy(image, target)
-    return host
+    """A host with a fake apptainer, and image and layer as the template's build left them."""
+    return copy_images(template, host)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,26 @@ def base_archive(tmp_path_factory):
 @pytest.fixture
 def real_host(tmp_path, base_archive):
     """A host with this machine's apptainer, and a tiny base in its cache instead of Debian."""
-    real = Host(tmp_path)
-    real.tarball.unlink()
-    real.tarball.symlink_to(base_archive)
-    return real
+    return make_real(tmp_path, base_archive)
+
+
+def make_real(path, base_archive):
+    host = Host(path)
+    host.tarball.unlink()
+    host.tarball.symlink_to(base_archive)
+    return host
+
+
+@pytest.fixture(scope="session")
+def real_template(tmp_path_factory, base_archive):
+    """A host with this machine's apptainer where the image is built."""
+    host = make_real(tmp_path_factory.mktemp("real"), base_archive)
+    done = host.build()
+    assert done.returncode == 0, done.stderr
+    return host
+
+
+@pytest.fixture
+def real_built(real_host, real_template):
+    """As real_host, and the image and its layer are there."""
+    return copy_images(real_template, real_host)

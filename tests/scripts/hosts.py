@@ -131,7 +131,13 @@ class Host:
 
     def start(self, script, *arguments, wrapper=(), cwd=None, **env):
         return subprocess.Popen(
-            [*wrapper, sys.executable, str(self.tree / "scripts" / script), *map(str, arguments)],
+            [
+                *wrapper,
+                sys.executable,
+                "-S",
+                str(self.tree / "scripts" / script),
+                *map(str, arguments),
+            ],
             env={name: str(v) for name, v in {**self.env, **env}.items() if v is not None},
             cwd=str(cwd or self.tree),
             stdin=subprocess.DEVNULL,
@@ -165,12 +171,15 @@ class Host:
                 break
         return build
 
-    def survivors(self, marker=None):
+    def build_log(self):
+        return self.output.with_name(f"{self.output.name}.log").read_text()
+
+    def survivors(self, marker=None, wait=True):
         """Processes that were started here (or whose command line has the marker) and still run.
 
         Waits for them to end, and gives up after a while.
         """
-        for _ in range(300):
+        for _ in range(300 if wait else 1):
             found = [
                 path.name for path in Path("/proc").glob("[0-9]*") if self._is_ours(path, marker)
             ]
@@ -197,7 +206,7 @@ class Host:
 def tiny_base(tarball, work):
     """A docker-archive with a shell and a dozen commands of this machine: boots in a second."""
     root = work / "rootfs"
-    for tool in ("sh", "bash", "cat", "mkdir", "sleep", "ls", "rm", "cp", "chmod", "ln", "true"):
+    for tool in "sh bash cat chmod cp env ln ls mkdir rm sed sleep test tr true".split():
         real = Path(shutil.which(tool)).resolve()
         linked = subprocess.run(["ldd", str(real)], capture_output=True, text=True).stdout
         for file in [real, *map(Path, re.findall(r"(/\S+) \(0x", linked))]:

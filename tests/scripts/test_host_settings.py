@@ -40,7 +40,7 @@ def gather(env, apt=NO_APT):
     return collect(env, host_settings.Path(apt))
 
 
-# ---- pip ---------------------------------------------------------------------------------
+# ---- pip -----------------------------------------------------------------------------------
 
 
 def test_the_environment_goes_before_files_and_install_before_global(pip_config):
@@ -135,7 +135,7 @@ def test_a_directory_that_is_missing_is_not_bound(pip_config, tmp_path):
     assert settings.variables["FIND_LINKS"] == str(tmp_path / "missing")
 
 
-# ---- proxies and certificates ------------------------------------------------------------
+# ---- proxies and certificates --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["https_proxy", "HTTPS_PROXY"])
@@ -163,7 +163,7 @@ def test_a_ca_file_is_copied_into_the_build(pip_config, tmp_path, name):
     assert (tmp_path / "context/ca.pem").read_text() == "certificate"
 
 
-# ---- apt ---------------------------------------------------------------------------------
+# ---- apt -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_mirror_in_the_environment_goes_before_apts(pip_config, tmp_path):
     assert found.variables == {"DEBIAN_MIRROR": "http://env/debian", "PYTORCH_INDEX": "http://t"}
 
 
-# ---- host.env -------------------------------------------------------------------------------------
+# ---- host.env ------------------------------------------------------------------------------
 
 
 def test_values_of_any_kind_survive_the_shell(pip_config, tmp_path):

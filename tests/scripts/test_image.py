@@ -5,6 +5,7 @@ import re
 import stat
 
 import pytest
+from hosts import tiny_definition
 from sif_files import labels_of
 
 
@@ -99,6 +100,17 @@ def test_the_revision_is_gits(host):
     assert "REVISION=v1-dirty" in host.calls("build")[1]
 
 
+def test_every_argument_of_the_definition_is_passed_and_no_other(host):
+    """An unknown one would end the build, one that is forgotten would stay at its default."""
+    host.build()
+    known = re.search(r"^%arguments\n(.*?)^%", tiny_definition(), re.M | re.S).group(1)
+    for call in host.calls("build"):
+        pairs = [call[at + 1] for at, word in enumerate(call) if word == "--build-arg"]
+        passed = {pair.split("=")[0] for pair in pairs}
+        assert passed <= set(re.findall(r"^\s+([A-Z_]+)=", known, re.M))
+    assert passed == set(re.findall(r"^\s+([A-Z_]+)=", known, re.M))
+
+
 @pytest.mark.parametrize(
     ("wanted", "got"), [("none", "none"), ("0.28.0+cpu", "0.28.0+cpu"), ("auto", "none")]
 )
@@ -121,7 +133,7 @@ def test_settings_reach_the_build_by_a_private_file_only(host):
     deps = host.calls("build")[0]
     assert f"{wheels}:/mnt/local0" in deps
     assert "secret" not in json.dumps(deps)
-    assert "secret" not in host.output.with_name(f"{host.output.name}.log").read_text()
+    assert "secret" not in host.build_log()
 
 
 # ---- odd environments ----------------------------------------------------------------------
@@ -143,7 +155,7 @@ def test_without_home_and_cache_directory_the_accounts_home_counts(host):
 
 
 def test_spaces_everywhere(host):
-    spaced = host.path / "a b" / "it's"
+    spaced = host.path / "a b" / "c d"
     spaced.mkdir(parents=True)
     for name in ("tmp", "cache"):
         (spaced / name).mkdir()

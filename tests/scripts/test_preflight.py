@@ -113,14 +113,21 @@ def test_a_file_in_the_place_of_a_directory(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["a:b", "a,b"])
-def test_characters_that_bind_splits_at(mounts, name):
-    """Of the directories that are bound into the build; the output is not."""
+@pytest.mark.parametrize(
+    ("name", "unfit"),
+    [("a:b,c", ["temporary", "cache"]), ("it's", ["temporary"]), ("a b-ü$*", [])],
+)
+def test_names_that_apptainer_cannot_take(mounts, name, unfit):
+    """--bind splits at `:` and `,`; a shell of the build reads the temporary directory's name."""
     path = mounts / "local" / name
-    for role in ("temporary", "cache"):
-        (line,) = preflight.directory_problems(role, path, "do this")
-        assert line == f"{role} directory {path} has a `:` or `,`, which --bind takes: do this"
-    assert preflight.directory_problems("output", path, "do this") == []
+    for role in ("temporary", "cache", "output"):
+        found = preflight.directory_problems(role, path, "do this")
+        assert len(found) == (role in unfit)
+        assert all(line.endswith("which Apptainer cannot take: do this") for line in found)
+    if name == "a:b,c":
+        assert found == []
+        (line,) = preflight.directory_problems("cache", path, "do this")
+        assert line.startswith(f"cache directory {path} has , : in its name")
 
 
 @pytest.mark.parametrize(
