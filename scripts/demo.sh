@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job, on this machine: the distributed examples inside the image on 4 local ranks, once
 # under mpirun and once under torchrun. `make demo` builds the image first.
+# shellcheck source=scripts/jobs/common.sh
 source "$(dirname "$0")/jobs/common.sh"
 prepare_job
 examples=/opt/payload/examples

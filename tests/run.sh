@@ -55,6 +55,7 @@ run_all() {
     command -v docker-registry > /dev/null || install_packages docker-registry
     # In such a run a skip that nobody expects is a failure (tests/conftest.py).
     export STRICT_SKIPS=1
+    # shellcheck source=scripts/jobs/common.sh
     source scripts/jobs/common.sh
     set_container
     local inside

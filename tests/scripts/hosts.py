@@ -1,14 +1,20 @@
 """A host to run the scripts on: a small copy of the tree, a home, a cache, and programs in PATH."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
+from imagebuild import preflight, process
 from imagebuild.base import wrap_docker_archive
 from sif_files import DATA
 
@@ -87,6 +93,8 @@ class Host:
         self.layers = self.cache / "pytorch-dl-hpc" / "layers"
         self.temporary = path / "tmp"
         self.bin = path / "bin"
+        self.in_process = False
+        self.wanted_bytes = dict.fromkeys(preflight.WANTED_BYTES, 1)
         self.log = path / "calls"
         for directory in (self.cache, self.temporary, self.bin, path / "home", path / "python"):
             directory.mkdir()
@@ -119,6 +127,7 @@ class Host:
 
     def fake_apptainer(self):
         self.program("apptainer", FAKE_APPTAINER)
+        self.in_process = True
         self.env.update(FAKE_LOG=str(self.log), FAKE_MODULES=str(HERE))
         return self
 
@@ -129,6 +138,10 @@ class Host:
             call for call in map(json.loads, lines) if isinstance(call, list) and call[0] == verb
         ]
 
+    def environment(self, changes):
+        """The host's own, with these changes; None removes a variable."""
+        return {name: str(v) for name, v in {**self.env, **changes}.items() if v is not None}
+
     def start(self, script, *arguments, wrapper=(), cwd=None, **env):
         return subprocess.Popen(
             [
@@ -138,7 +151,7 @@ class Host:
                 str(self.tree / "scripts" / script),
                 *map(str, arguments),
             ],
-            env={name: str(v) for name, v in {**self.env, **env}.items() if v is not None},
+            env=self.environment(env),
             cwd=str(cwd or self.tree),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -146,10 +159,37 @@ class Host:
             text=True,
         )
 
-    def run(self, script, *arguments, **options):
-        process = self.start(script, *arguments, **options)
-        out, err = process.communicate(timeout=300)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    def run(self, script, *arguments, wrapper=(), cwd=None, **env):
+        """The script from beginning to end."""
+        if wrapper or not self.in_process:
+            process = self.start(script, *arguments, wrapper=wrapper, cwd=cwd, **env)
+            out, err = process.communicate(timeout=300)
+            return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return self._run_here(script, arguments, self.environment(env))
+
+    def _run_here(self, script, arguments, env):
+        """In this process, which is five times as fast as a new Python."""
+        out, err, code = io.StringIO(), io.StringIO(), None
+        before, signals = Path.cwd(), {n: signal.getsignal(n) for n in process.SIGNALS}
+        os.chdir(self.tree)
+        with contextlib.ExitStack() as stack:
+            for change in (
+                mock.patch.dict(os.environ, env, clear=True),
+                mock.patch.dict(preflight.WANTED_BYTES, self.wanted_bytes),
+                mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(err),
+            ):
+                stack.enter_context(change)
+            try:
+                runpy.run_path(str(self.tree / "scripts" / script), run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+        os.chdir(before)
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+        assert code is not None, f"{script} did not end by sys.exit"
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def build(self, *arguments, **options):
         return self.run("image.py", "build", *arguments, **options)
@@ -203,10 +243,27 @@ class Host:
         return sorted(path.name for path in [*self.temporary.iterdir(), *parts])
 
 
+TOOLS = (
+    "sh",
+    "bash",
+    "cat",
+    "cp",
+    "env",
+    "ls",
+    "mkdir",
+    "rm",
+    "sed",
+    "sleep",
+    "test",
+    "tr",
+    "true",
+)
+
+
 def tiny_base(tarball, work):
     """A docker-archive with a shell and a dozen commands of this machine: boots in a second."""
     root = work / "rootfs"
-    for tool in "sh bash cat chmod cp env ln ls mkdir rm sed sleep test tr true".split():
+    for tool in TOOLS:
         real = Path(shutil.which(tool)).resolve()
         linked = subprocess.run(["ldd", str(real)], capture_output=True, text=True).stdout
         for file in [real, *map(Path, re.findall(r"(/\S+) \(0x", linked))]:

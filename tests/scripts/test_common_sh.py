@@ -17,6 +17,7 @@ def node(host):
     for tool in ("bash", "cat", "dirname", "grep", "hostname"):
         (host.bin / tool).symlink_to(f"/usr/bin/{tool}")
     host.env["PATH"] = str(host.bin)
+    del host.env["TMPDIR"]
     return host
 
 
@@ -80,6 +81,13 @@ def test_a_script_that_is_missing(node):
 def test_further_binds_are_passed_as_they_are(node):
     words = container(node, BINDS="/scratch,/data:/mnt:ro")
     assert words[-3:] == ["--bind", "/scratch,/data:/mnt:ro", f"{node.output}"]
+
+
+def test_the_batch_systems_scratch_is_bound_where_it_is_there(node):
+    """A bind to a missing path would be fatal."""
+    words = container(node, TMPDIR=node.temporary)
+    assert words[-3:] == ["--bind", f"{node.temporary}", f"{node.output}"]
+    assert container(node, TMPDIR="/nonexistent") == container(node)
 
 
 @pytest.mark.parametrize("driver", [True, False])

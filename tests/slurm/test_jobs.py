@@ -87,9 +87,10 @@ def test_gpus_are_asked_for(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_make_launch(slurm: Slurm, tmp_path: Path) -> None:
     """The very command of the README, from the tree."""
-    command = ["make", "-s", "-C", str(ROOT), "launch", "JOB=nccl", "SITE=local", "NODES=2", "TASKS=2",
-               f"SCRIPT=payload/examples/{NCCL}", "ARGS=--expect-world 4"]  # fmt: skip
-    done = slurm.run(command)
+    done = slurm.run([
+        "make", "-s", "-C", ROOT, "launch", "JOB=nccl", "SITE=local", "NODES=2", "TASKS=2",
+        f"SCRIPT=payload/examples/{NCCL}", "ARGS=--expect-world 4",
+    ])  # fmt: skip
     found = re.search(r"^job (\d+)", done.stdout, re.M)
     assert found, done.stdout
     check_four_ranks(Job(slurm, int(found[1])), "gloo")
@@ -109,7 +110,7 @@ def test_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_job_script_by_hand(slurm: Slurm, tmp_path: Path) -> None:
-    """A user who types sbatch needs no launch.py: the script finds the tree it was submitted from."""
+    """Plain sbatch will do: the script finds the tree that it was submitted from."""
     job = slurm.submit(
         ROOT / "scripts/jobs/nccl.sbatch", "--nodes=2", "--ntasks-per-node=2",
         f"--output={tmp_path}/job.out", arguments=[str(EXAMPLES / NCCL)], cwd=ROOT,
