@@ -3,7 +3,7 @@
 # under mpirun and once under torchrun. `make demo` builds the image first.
 # shellcheck source=scripts/jobs/common.sh
 source "$(dirname "$0")/jobs/common.sh"
-prepare_job
+prepare_job "$@"
 examples=/opt/payload/examples
 
 step() { echo; echo "== $*"; }

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from imagebuild import preflight, process
+from imagebuild import host_settings, preflight, process
 from imagebuild.base import wrap_docker_archive
 from sif_files import DATA
 
@@ -170,12 +170,15 @@ class Host:
     def _run_here(self, script, arguments, env):
         """In this process, which is five times as fast as a new Python."""
         out, err, code = io.StringIO(), io.StringIO(), None
-        before, signals = Path.cwd(), {n: signal.getsignal(n) for n in process.SIGNALS}
-        os.chdir(self.tree)
         with contextlib.ExitStack() as stack:
+            stack.callback(os.chdir, Path.cwd())
+            for number in process.SIGNALS:
+                stack.callback(signal.signal, number, signal.getsignal(number))
+            os.chdir(self.tree)
             for change in (
                 mock.patch.dict(os.environ, env, clear=True),
                 mock.patch.dict(preflight.WANTED_BYTES, self.wanted_bytes),
+                mock.patch.object(host_settings, "_pip_config_lines", lambda env: []),
                 mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(err),
@@ -185,9 +188,6 @@ class Host:
                 runpy.run_path(str(self.tree / "scripts" / script), run_name="__main__")
             except SystemExit as end:
                 code = end.code
-        os.chdir(before)
-        for number, handler in signals.items():
-            signal.signal(number, handler)
         assert code is not None, f"{script} did not end by sys.exit"
         return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
