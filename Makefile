@@ -11,7 +11,7 @@ quoted = '$(subst ','\'',$1)'
 option = $(if $($2),--$1=$(call quoted,$($2)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup image pull launch shell demo test-image test-unit test-local lint lock cluster clean clean-cache
+.PHONY: help setup image pull launch shell demo test-image test-unit test-local measure lint lock cluster clean clean-cache
 
 help: ## print this text
 	@echo "Distributed PyTorch in an Apptainer container"
@@ -46,6 +46,9 @@ test-unit: ## tests that need no image: seconds [T="pytest arguments"]
 
 test-local: image ## all tests: real image, real Open MPI, real Slurm [T="pytest arguments"]
 	tests/run.sh all $(T)
+
+measure: ## what the container costs: its start, import torch inside and bare
+	$(PYTHON) scripts/measure.py $(call quoted,$(IMAGE))
 
 lint: ## ruff, mypy, shellcheck
 	tests/run.sh lint

@@ -38,10 +38,9 @@ def explain(lines: Sequence[str]) -> str:
         for line in lines:
             if re.search(pattern, line, re.IGNORECASE):
                 return f"{cause} ({_shorten(line)}): {remedy}"
-    errors = [line for line in lines if re.match(ERROR, line) and not re.search(ECHO, line)]
-    if errors:
-        return _shorten(errors[0])
-    return _shorten(next((line for line in reversed(lines) if line.strip()), "it printed nothing"))
+    said = [line for line in lines if line.strip() and not re.search(ECHO, line)]
+    errors = [line for line in said if re.match(ERROR, line)]
+    return _shorten((errors[:1] or said[-1:] or ["it printed nothing"])[0])
 
 
 def _shorten(line: str) -> str:

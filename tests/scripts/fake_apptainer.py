@@ -40,6 +40,7 @@ def write(target, labels):
         time.sleep(0.01)
     if kind == "slow":
         Path(target).write_bytes(b"half")
+        Path(os.environ.get("APPTAINER_TMPDIR", os.environ["TMPDIR"]), "download").touch()
         os.spawnlp(os.P_WAIT, "sleep", "sleep", "1000")
     elif kind == "fail":
         print("some output\nE: Unable to fetch some archives\nFATAL:   While performing build")

@@ -65,8 +65,7 @@ def test_two_flavours_have_different_keys(tree):
 
 def test_a_rename_and_a_move_of_bytes_between_files_change_the_key(tree):
     """The key holds names and lengths, not only the files' bytes one after the other."""
-    (tree / "payload/a").write_text("onetwo")
-    (tree / "payload/b").write_text("")
+    (tree / "payload/a").write_text("onepayload/btwo")
     first = keys(tree)[0]
     (tree / "payload/a").write_text("one")
     (tree / "payload/b").write_text("two")

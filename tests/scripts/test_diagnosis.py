@@ -41,9 +41,16 @@ FATAL:   While performing build: while running %test section: exit status 1
 """
 
 
+PLAIN = """\
+cp: cannot stat 'x': No such file or directory
+FATAL:   While performing build: while running engine: while running %post section: exit status 1
+"""
+
+
 @pytest.mark.parametrize(
     ("output", "cause"),
     [
+        (PLAIN, "cp: cannot stat 'x': No such file or directory"),
         (APT, "no network (W: Failed to fetch http://mirror/debian/dists/bookworm/InRelease Could"),
         (PIP, "no network (WARNING: Retrying (Retry(total=4)) after connection broken by"),
         (DOCKER, 'no network (FATAL: While performing build: conveyor failed to get: Get "https:'),

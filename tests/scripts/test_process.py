@@ -197,6 +197,9 @@ def test_a_failure_is_one_line_after_the_end_of_the_log(tmp_path, capsys):
     assert str(caught.value) == f"sh failed: E: a new one; log: {tmp_path / 'log'}"
     shown = capsys.readouterr().err.splitlines()
     assert shown == [f"  {number}" for number in range(87, 101)] + ["  E: a new one"]
+    with pytest.raises(BuildError, match="^sh failed: last words; log"):
+        run(tmp_path, "echo last words; exit 3")
+    assert capsys.readouterr().err == "  last words\n"
 
 
 def test_a_command_that_is_missing_names_itself(tmp_path):
@@ -211,12 +214,15 @@ def test_passwords_do_not_reach_log_and_terminal(tmp_path, capsys, monkeypatch):
     assert all("***@h" in text and "secret" not in text for text in seen)
 
 
-FAMILY = 'echo "==> $$"; sleep 1000 & echo "==> $!"; (trap "" TERM; echo "==> $$"; sleep 1000)'
+FAMILY = (
+    'echo "==> $$"; sleep 1000 & echo "==> $!"; (trap "" TERM; echo "==> $BASHPID"; sleep 1000)'
+)
 
 
-def start_family(tmp_path):
+def start_family(tmp_path, prepare="pass"):
     """A build process with a command that has children, one of them deaf to TERM; their pids."""
     code = f"""
+{prepare}
 catch_signals()
 try:
     with Workspace(tmp / 'tmp') as work:
@@ -243,10 +249,17 @@ def test_a_signal_ends_the_command_and_its_children(tmp_path, number):
 
 def test_a_second_signal_does_not_disturb_the_cleaning(tmp_path):
     """An impatient Ctrl-C, Ctrl-C."""
-    parent, pids = start_family(tmp_path)
-    for _ in range(20):
-        parent.send_signal(signal.SIGINT)
-        time.sleep(0.01)
+    slowly = "print('cleaning', flush=True), time.sleep(0.3), remove(directory)"
+    prepare = f"""
+from imagebuild import process
+remove = process.remove_tree
+process.remove_tree = lambda directory: ({slowly})
+"""
+    parent, pids = start_family(tmp_path, prepare)
+    parent.send_signal(signal.SIGINT)
+    assert parent.stdout.readline() == "cleaning\n"
+    parent.send_signal(signal.SIGINT)
+    parent.send_signal(signal.SIGTERM)
     out, _ = parent.communicate(timeout=60)
     assert (parent.returncode, out) == (130, "SIGINT\n")
     assert all(gone(pid) for pid in pids)
@@ -271,9 +284,12 @@ def test_kill_9_of_the_parent_ends_the_command_and_its_children(tmp_path):
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_command_that_ends_leaves_no_guard(tmp_path):
-    """And the guard does not hit whatever has that process id later."""
-    run(tmp_path, "true")
+def test_a_command_that_ends_leaves_no_guard(tmp_path, capsys):
+    """And the guard does not hit whatever has that process group later."""
+    run(tmp_path, 'sleep 1000 > /dev/null 2>&1 & echo "==> $!"')
+    daemon = int(capsys.readouterr().out.split()[-1])
+    assert "sleep" in Path(f"/proc/{daemon}/cmdline").read_text()
+    os.kill(daemon, signal.SIGKILL)
     children = subprocess.run(
         ["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True
     ).stdout

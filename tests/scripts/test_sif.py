@@ -75,8 +75,10 @@ def test_the_real_runtime_reads_labels_of_a_cut_image(real_built):
 def test_publish_replaces_at_one_stroke_and_leaves_no_part(tmp_path):
     (tmp_path / "new").write_text("new")
     (tmp_path / "target").write_text("old")
+    inode = (tmp_path / "new").stat().st_ino
     publish(tmp_path / "new", tmp_path / "target")
     assert (tmp_path / "target").read_text() == "new"
+    assert (tmp_path / "target").stat().st_ino == inode, "renamed, not written anew"
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
