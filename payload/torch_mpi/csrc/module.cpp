@@ -46,7 +46,7 @@ class Groups {
   std::vector<c10::weak_intrusive_ptr<Backend>> groups_;
 };
 
-c10::intrusive_ptr<c10d::Backend> create_backend(
+c10::intrusive_ptr<Backend> create_backend(
     const std::vector<int>& ranks,
     std::optional<c10::intrusive_ptr<c10d::Store>> store,
     std::chrono::milliseconds timeout,
@@ -69,6 +69,18 @@ std::string broadcast_bytes(std::string data) {
 } // namespace
 
 PYBIND11_MODULE(_C, m) {
+  py::module_::import("torch._C._distributed_c10d"); // our base classes
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(m, "Options")
+      .def("__copy__", [](const GroupOptions& self) {
+        return c10::make_intrusive<GroupOptions>(self);
+      })
+      .def("__deepcopy__", [](const GroupOptions& self, const py::dict&) {
+        return c10::make_intrusive<GroupOptions>(self);
+      });
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "ProcessGroupMPI")
+      .def_property_readonly("options", [](Backend& self) {
+        return c10::static_intrusive_pointer_cast<GroupOptions>(self.getBackendOptions());
+      });
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.def("start", [] { Runtime::instance(); }, no_gil, "Start MPI (collective, once a process).");
   m.def("started", &Runtime::started);

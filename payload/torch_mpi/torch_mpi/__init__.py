@@ -23,9 +23,31 @@ def autoload():
         from . import _hooks
 
         _hooks.install()
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         global _autoload_error
         _autoload_error = error
+        _answer_with(error)
+
+
+def _answer_with(error):
+    """Let ``init_process_group("mpi")`` give this reason instead of "build PyTorch from source"."""
+
+    class ProcessGroupMPI:
+        @staticmethod
+        def create(ranks):
+            raise RuntimeError(
+                f"The mpi backend could not be set up when torch was imported: {error!r}. "
+                "python -c 'import torch_mpi; print(torch_mpi.info())' shows what is installed."
+            ) from error
+
+    try:
+        from torch.distributed import distributed_c10d as c10d
+
+        if not c10d._MPI_AVAILABLE:
+            c10d.ProcessGroupMPI = ProcessGroupMPI
+            c10d._MPI_AVAILABLE = True
+    except Exception:
+        return  # not even the place for the answer is there: torch gives its own
 
 
 _autoload_error = None

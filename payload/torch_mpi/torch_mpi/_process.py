@@ -26,13 +26,6 @@ def start():
     with _lock:
         if _state["extension"] is not None:
             return _state["extension"]
-        import torch_mpi
-
-        if torch_mpi._autoload_error is not None:
-            raise RuntimeError(
-                "The mpi backend could not be set up when torch was imported: "
-                f"{torch_mpi._autoload_error!r}"
-            ) from torch_mpi._autoload_error
         extension = _extension.load()
         extension.start()
         _launch.check_size(extension.world_size(), extension.library(), os.environ)
