@@ -13,6 +13,8 @@ namespace {
 constexpr auto kWorkerNap = std::chrono::microseconds(100);
 constexpr auto kWorkerAttentive = std::chrono::milliseconds(20);
 
+thread_local Engine* t_worker_of = nullptr;
+
 } // namespace
 
 void keep_for_ever(std::function<void(Waiter&)> body) {
@@ -25,12 +27,7 @@ void keep_for_ever(std::function<void(Waiter&)> body) {
 Engine::Engine(std::shared_ptr<Communicator> comm, std::shared_ptr<PeerWatch> peers)
     : comm_(std::move(comm)), peers_(std::move(peers)) {}
 
-Engine::~Engine() {
-  // The worker holds a reference, so it has left its loop; it may be the very thread that is here.
-  if (worker_.joinable()) {
-    worker_.detach();
-  }
-}
+Engine::~Engine() = default; // the workers hold a reference, so they have left their loops
 
 Waiter Engine::waiter(const Operation& op, Patience patience) {
   return Waiter(
@@ -94,8 +91,8 @@ void Engine::enqueue(c10::intrusive_ptr<CollectiveWork> work, bool urgent) {
     queue_.push_back(std::move(work));
     last_enqueue_ = Clock::now();
     wake = urgent || worker_asleep_;
-    if (!worker_.joinable()) {
-      worker_ = std::thread([self = shared_from_this()] { self->worker_loop(); });
+    if (workers_ == workers_in_callbacks_) {
+      start_worker();
       wake = false;
     }
   }
@@ -104,18 +101,27 @@ void Engine::enqueue(c10::intrusive_ptr<CollectiveWork> work, bool urgent) {
   }
 }
 
+void Engine::run_first(std::unique_lock<std::mutex>& lock, Patience patience) {
+  const auto work = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  lock.unlock();
+  run(*work, patience);
+  end();
+  work->complete_future();
+  lock.lock();
+}
+
+void Engine::start_worker() {
+  ++workers_;
+  std::thread([self = shared_from_this()] { self->worker_loop(); }).detach();
+}
+
 bool Engine::help(CollectiveWork& work, std::optional<Clock::time_point> until) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!work.isCompleted()) {
     if (!busy_ && !queue_.empty()) {
-      auto first = std::move(queue_.front());
-      queue_.pop_front();
-      busy_ = true;
-      lock.unlock();
-      run(*first, Patience::Caller);
-      first.reset();
-      end();
-      lock.lock();
+      run_first(lock, Patience::Caller);
       continue;
     }
     ++waiting_;
@@ -136,23 +142,26 @@ bool Engine::help(CollectiveWork& work, std::optional<Clock::time_point> until) 
 void Engine::worker_loop() {
   prctl(PR_SET_NAME, "torch_mpi", 0, 0, 0);
   prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0); // naps of 20 µs would last 70 µs otherwise
+  t_worker_of = this;
   std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
+  while (!stop_ || !queue_.empty()) {
+    if (workers_ - workers_in_callbacks_ > 1) {
+      break; // stood in for a worker that is back from its callbacks
+    }
     if (!busy_ && !queue_.empty()) {
-      auto first = std::move(queue_.front());
+      const auto work = std::move(queue_.front());
       queue_.pop_front();
       busy_ = true;
       lock.unlock();
-      run(*first, Patience::Background);
-      first.reset();
+      run(*work, Patience::Background);
       end();
       lock.lock();
-      continue;
-    }
-    if (stop_) {
-      return;
-    }
-    if (!busy_ && Clock::now() - last_enqueue_ < kWorkerAttentive) {
+      ++workers_in_callbacks_;
+      lock.unlock();
+      work->complete_future();
+      lock.lock();
+      --workers_in_callbacks_;
+    } else if (!busy_ && Clock::now() - last_enqueue_ < kWorkerAttentive) {
       worker_wakes_.wait_for(lock, kWorkerNap);
     } else {
       worker_asleep_ = true;
@@ -160,6 +169,9 @@ void Engine::worker_loop() {
       worker_asleep_ = false;
     }
   }
+  --workers_;
+  lock.unlock();
+  ended_.notify_all();
 }
 
 void Engine::drain_and_stop() {
@@ -167,14 +179,7 @@ void Engine::drain_and_stop() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (busy_ || !queue_.empty()) {
       if (!busy_) {
-        auto first = std::move(queue_.front());
-        queue_.pop_front();
-        busy_ = true;
-        lock.unlock();
-        run(*first, Patience::Caller);
-        first.reset();
-        end();
-        lock.lock();
+        run_first(lock, Patience::Caller);
         continue;
       }
       ++waiting_;
@@ -203,9 +208,11 @@ void Engine::stop() {
     stop_ = true;
   }
   worker_wakes_.notify_all();
-  if (worker_.joinable() && worker_.get_id() != std::this_thread::get_id()) {
-    worker_.join();
-  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const int own = t_worker_of == this ? 1 : 0; // called from a callback
+  ++waiting_;
+  ended_.wait_for(lock, std::chrono::seconds(2), [&] { return workers_ <= own; });
+  --waiting_;
 }
 
 void Engine::fail(const std::string& why) {

@@ -70,6 +70,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool try_begin();
   void end();
   void run(CollectiveWork& work, Patience patience);
+  // Takes the first operation off the queue and carries it out, with the lock released meanwhile.
+  void run_first(std::unique_lock<std::mutex>& lock, Patience patience);
+  void start_worker();
   void worker_loop();
 
   std::shared_ptr<Communicator> comm_;
@@ -85,7 +88,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool worker_asleep_ = false;
   bool stop_ = false;
   Clock::time_point last_enqueue_;
-  std::thread worker_;
+  // More than one only while callbacks of futures keep others from the queue.
+  int workers_ = 0;
+  int workers_in_callbacks_ = 0;
 
   std::atomic<bool> failed_{false};
   std::atomic<bool> aborted_{false};

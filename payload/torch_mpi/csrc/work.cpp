@@ -6,6 +6,8 @@
 
 #include <ATen/record_function.h>
 
+#include <utility>
+
 namespace torch_mpi {
 
 namespace {
@@ -65,21 +67,28 @@ void CollectiveWork::refuse(std::exception_ptr why) {
 }
 
 void CollectiveWork::complete(std::exception_ptr error) {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> lock(future_mutex_);
     settled_ = true;
     error_ = error;
+  }
+  finish(std::move(error));
+}
+
+void CollectiveWork::complete_future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!settled_ || !future_ || std::exchange(future_done_, true)) {
+      return;
+    }
     future = future_;
   }
-  finish(error);
-  if (future) {
-    if (error) {
-      future->setErrorIfNeeded(error);
-    } else {
-      const auto streams = after_ ? after_->enter() : nullptr;
-      future->markCompleted(c10::IValue(outputs_));
-    }
+  if (error_) {
+    future->setErrorIfNeeded(error_);
+  } else {
+    const auto streams = after_ ? after_->enter() : nullptr;
+    future->markCompleted(c10::IValue(outputs_));
   }
 }
 
@@ -120,24 +129,17 @@ std::vector<at::Tensor> CollectiveWork::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
-  std::unique_lock<std::mutex> lock(future_mutex_);
-  if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), devices_of(outputs_));
-    if (settled_) {
-      auto future = future_;
-      const auto error = error_;
-      lock.unlock();
-      if (error) {
-        future->setErrorIfNeeded(error);
-      } else {
-        const auto streams = after_ ? after_->enter() : nullptr;
-        future->markCompleted(c10::IValue(outputs_));
-      }
-      return future;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()), devices_of(outputs_));
     }
+    future = future_;
   }
-  return future_;
+  complete_future(); // if the operation has ended already
+  return future;
 }
 
 } // namespace torch_mpi

@@ -54,6 +54,9 @@ class CollectiveWork : public c10d::Work {
   }
   // Carries out the operation; called once, by the engine. Returns its exception, if any.
   std::exception_ptr execute(Waiter& w);
+  // Then, when the engine is free again: completes the future. Its callbacks may issue operations of
+  // the same group and wait for them (DDP's PowerSGD hook does).
+  void complete_future();
   // Ends it without carrying it out.
   void refuse(std::exception_ptr why);
 
@@ -68,6 +71,7 @@ class CollectiveWork : public c10d::Work {
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool settled_ = false;
+  bool future_done_ = false;
   std::exception_ptr error_;
 };
 
