@@ -10,8 +10,11 @@ namespace {
 
 // While operations keep coming the worker looks into the queue by itself, so that issuing a small
 // one needs no system call; a quiet group's worker sleeps until it is woken.
-constexpr auto kWorkerNap = std::chrono::microseconds(100);
+constexpr auto kWorkerNap = std::chrono::microseconds(300);
 constexpr auto kWorkerAttentive = std::chrono::milliseconds(20);
+// Most small operations are waited for at once, and the waiting thread is quicker at them than a
+// hand-over: the worker leaves them alone for so long.
+constexpr auto kLeaveToCaller = std::chrono::microseconds(200);
 
 thread_local Engine* t_worker_of = nullptr;
 
@@ -89,7 +92,12 @@ void Engine::enqueue(c10::intrusive_ptr<CollectiveWork> work, bool urgent) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(work));
-    last_enqueue_ = Clock::now();
+    const auto now = Clock::now();
+    if (queue_.size() == 1) {
+      last_enqueue_ = now; // since when something waits
+      urgent_ = false;
+    }
+    urgent_ = urgent_ || urgent;
     wake = urgent || worker_asleep_;
     if (workers_ == workers_in_callbacks_) {
       start_worker();
@@ -148,7 +156,13 @@ void Engine::worker_loop() {
     if (workers_ - workers_in_callbacks_ > 1) {
       break; // stood in for a worker that is back from its callbacks
     }
-    if (!busy_ && !queue_.empty()) {
+    if (!busy_ && !queue_.empty() && !stop_ && !urgent_ &&
+        Clock::now() - last_enqueue_ < kLeaveToCaller) {
+      worker_wakes_.wait_for(lock, kLeaveToCaller);
+    } else if (!busy_ && !queue_.empty()) {
+      if (queue_.size() == 1) {
+        urgent_ = false;
+      }
       const auto work = std::move(queue_.front());
       queue_.pop_front();
       busy_ = true;

@@ -86,6 +86,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool busy_ = false;
   int waiting_ = 0; // threads in help() that sleep on ended_
   bool worker_asleep_ = false;
+  bool urgent_ = false; // something in the queue is large
   bool stop_ = false;
   Clock::time_point last_enqueue_;
   // More than one only while callbacks of futures keep others from the queue.

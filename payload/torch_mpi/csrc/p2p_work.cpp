@@ -211,7 +211,7 @@ bool P2PWork::wait(std::chrono::milliseconds timeout) {
             "mpi ", op.name, " (group '", engine_->group_name(), "', rank ", comm.rank(), " of ",
             comm.size(), ", peer ", who, ", tag ", tag_, "): ",
             gone ? *gone + " will not take part any more"
-                 : c10::str("timed out after ", op.timeout.count(), " ms; the peer has not come")));
+                 : c10::str("Timed out after ", op.timeout.count(), " ms; the peer has not come")));
       }
     }
     if (looks < 4000) {

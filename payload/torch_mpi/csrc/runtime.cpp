@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -172,6 +173,11 @@ bool Runtime::on_one_node(const std::vector<int>& ranks) const {
     }
   }
   return true;
+}
+
+bool Runtime::crowded() const {
+  const auto ranks = std::count(node_of_.begin(), node_of_.end(), node_of_.at(rank_));
+  return ranks > sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 void abort_job(int status, const std::string& why) {

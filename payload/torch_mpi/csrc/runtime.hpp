@@ -35,6 +35,8 @@ class Runtime {
   }
   // Whether these ranks of MPI_COMM_WORLD share one machine's memory.
   bool on_one_node(const std::vector<int>& ranks) const;
+  // More ranks than CPUs on this machine.
+  bool crowded() const;
   bool cuda_aware() const {
     return cuda_aware_;
   }

@@ -17,12 +17,18 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// A caller looks this often without giving its core away (some microseconds), then yields to
-// whoever wants to run (free on an idle core, vital on a crowded one), then naps.
-constexpr int kEagerLooks = 40;
+// A caller looks without pause for so long (a wake-up costs more than a small exchange), then yields
+// to whoever wants to run, then naps. Where more ranks than cores share a machine the peer cannot
+// come while we look, so the first stage is short there.
+constexpr auto kEagerFor = microseconds(100);
+constexpr auto kEagerForCrowded = microseconds(3);
+constexpr int kLooksPerClock = 8;
 constexpr auto kYieldFor = milliseconds(3);
 constexpr auto kShortestNap = microseconds(20);
 constexpr auto kLongestNap = microseconds(500);
+// The background thread shares its core with the backward pass: each look costs two switches.
+constexpr int kBackgroundLooks = 20;
+constexpr auto kShortestBackgroundNap = microseconds(50);
 constexpr auto kLongestBackgroundNap = microseconds(200);
 
 // From here on waiting is an event worth a word to the store.
@@ -128,18 +134,27 @@ void Waiter::wait_all(MPI_Request* requests, int n) {
 }
 
 void Waiter::wait_patiently(MPI_Request* requests, int n) {
-  if (patience_ == Patience::Caller) {
-    for (int look = 0; look < kEagerLooks; ++look) {
+  const bool caller = patience_ == Patience::Caller;
+  const auto start = Clock::now();
+  if (caller) {
+    static const auto eager = Runtime::instance().crowded() ? kEagerForCrowded : kEagerFor;
+    do {
+      for (int look = 0; look < kLooksPerClock; ++look) {
+        if (test(requests, n)) {
+          return;
+        }
+      }
+    } while (Clock::now() - start < eager);
+  } else {
+    for (int look = 0; look < kBackgroundLooks; ++look) {
       if (test(requests, n)) {
         return;
       }
     }
   }
-  const auto start = Clock::now();
   auto next_look_around = start + std::min<Clock::duration>(kLongWait, (deadline_ - start) / 4);
-  auto nap = kShortestNap;
-  const auto longest =
-      patience_ == Patience::Caller ? kLongestNap : microseconds(kLongestBackgroundNap);
+  auto nap = caller ? kShortestNap : kShortestBackgroundNap;
+  const auto longest = caller ? kLongestNap : kLongestBackgroundNap;
   for (;;) {
     if (test(requests, n)) {
       break;
@@ -149,7 +164,7 @@ void Waiter::wait_patiently(MPI_Request* requests, int n) {
       look_around(now);
       next_look_around = std::min(deadline_, now + kLookAroundEvery);
     }
-    if (patience_ == Patience::Caller && now - start < kYieldFor) {
+    if (caller && now - start < kYieldFor) {
       sched_yield();
     } else {
       std::this_thread::sleep_for(nap);
@@ -177,7 +192,7 @@ void Waiter::look_around(Clock::time_point now) {
   if (now < deadline_) {
     return;
   }
-  std::string text = c10::str("timed out after ", timeout_.count(), " ms");
+  std::string text = c10::str("Timed out after ", timeout_.count(), " ms");
   const auto absent = peers_.missing(number);
   if (!absent) {
     text += "; which ranks are missing is not known (the store does not answer)";
