@@ -33,7 +33,10 @@ SKIPS = {
     "test_all_to_all_group_cuda": "needs CUDA (the suite's own check is missing)",
 }
 # Upstream leaves these out for all backends but gloo; this one can do them.
-RUN_ANYWAY = {"Only gloo backend supports timeouts"}
+RUN_ANYWAY = {
+    "Only gloo backend supports timeouts",
+    "Only Nccl & Gloo backend support DistributedDataParallel",
+}
 # ranks a test needs without saying so
 NEEDS = {"test_new_subgroups_with_group_param": 4}
 
@@ -53,6 +56,12 @@ def load_suite(folder, size):
     for name in ("barrier", "test_dir", "init_dir"):
         (folder / name).mkdir(exist_ok=True)
     os.environ.update(BACKEND="mpi", WORLD_SIZE=str(size), TEMP_DIR=str(folder))
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    # The suite describes upstream's own MPI backend; this one can do more.
+    for feature in ("gpu", "cuda", "ddp", "subgroup"):
+        DistTestCases.backend_feature[feature].add("mpi")
+    DistTestCases.skip_collective["allgather_coalesced"].discard("mpi")
     torch.manual_seed(0)  # the suite's global models must be the same on all ranks
     from torch.testing._internal.distributed import distributed_test
 

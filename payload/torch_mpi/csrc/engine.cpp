@@ -35,7 +35,7 @@ Engine::~Engine() = default; // the workers hold a reference, so they have left 
 Waiter Engine::waiter(const Operation& op, Patience patience) {
   return Waiter(
       *comm_, *peers_, OpName{op.name, op.number, &group_name_}, op.deadline, op.timeout, patience,
-      aborted_);
+      aborted_, waiting_);
 }
 
 bool Engine::try_begin() {

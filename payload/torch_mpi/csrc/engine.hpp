@@ -84,7 +84,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::condition_variable ended_;
   std::deque<c10::intrusive_ptr<CollectiveWork>> queue_;
   bool busy_ = false;
-  int waiting_ = 0; // threads in help() that sleep on ended_
+  std::atomic<int> waiting_{0}; // threads in help() that sleep on ended_
   bool worker_asleep_ = false;
   bool urgent_ = false; // something in the queue is large
   bool stop_ = false;

@@ -134,7 +134,7 @@ void Waiter::wait_all(MPI_Request* requests, int n) {
 }
 
 void Waiter::wait_patiently(MPI_Request* requests, int n) {
-  const bool caller = patience_ == Patience::Caller;
+  const bool caller = patience_ == Patience::Caller || threads_waiting_ > 0;
   const auto start = Clock::now();
   if (caller) {
     static const auto eager = Runtime::instance().crowded() ? kEagerForCrowded : kEagerFor;

@@ -48,14 +48,16 @@ class Waiter {
       Clock::time_point deadline,
       std::chrono::milliseconds timeout,
       Patience patience,
-      const std::atomic<bool>& aborted)
+      const std::atomic<bool>& aborted,
+      const std::atomic<int>& threads_waiting)
       : comm(comm),
         peers_(peers),
         name_(name),
         deadline_(deadline),
         timeout_(timeout),
         patience_(patience),
-        aborted_(aborted) {}
+        aborted_(aborted),
+        threads_waiting_(threads_waiting) {}
 
   // Returns when all n requests are complete and sets them to MPI_REQUEST_NULL. Throws Abandoned
   // after the timeout, when a member of the group has left, or when the group was aborted.
@@ -99,6 +101,7 @@ class Waiter {
   std::chrono::milliseconds timeout_;
   Patience patience_;
   const std::atomic<bool>& aborted_;
+  const std::atomic<int>& threads_waiting_; // for this group: they are in a hurry
   MPI_Status status_{};
   std::vector<MPI_Status> statuses_;
   bool announced_ = false;
