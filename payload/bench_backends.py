@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,8 @@ def interleave(case, calls, repetitions, inner, size=0):
         for name, call in calls.items():
             seconds[name].append(timed(call, inner))
     return [
-        Row(case, name, statistics.median(s), min(s), repetitions, size) for name, s in seconds.items()
+        Row(case, name, statistics.median(s), min(s), repetitions, size)
+        for name, s in seconds.items()
     ]
 
 
@@ -98,22 +100,36 @@ def small_calls(groups, repetitions, inner):
         if with_raw and groups.raw is not None:
             buffer = tensors["mpi"].clone().numpy()
             calls["raw"] = _repeat(
-                lambda: groups.raw.Allreduce(groups.MPI.IN_PLACE, buffer, groups.MPI.MAX), inner["mpi"]
+                lambda: groups.raw.Allreduce(groups.MPI.IN_PLACE, buffer, groups.MPI.MAX),
+                inner["mpi"],
             )
         scale = {**inner, "raw": inner["mpi"]}
         for row in interleave(case, calls, repetitions, 1, 8):
             rows.append(
-                Row(case, row.contender, row.median / scale[row.contender],
-                    row.minimum / scale[row.contender], repetitions, 8)
+                Row(
+                    case,
+                    row.contender,
+                    row.median / scale[row.contender],
+                    row.minimum / scale[row.contender],
+                    repetitions,
+                    8,
+                )
             )
 
     maximum = dist.ReduceOp.MAX  # the value stays 1, however often
     options = dist.AllreduceOptions()
     options.reduceOp = maximum
     add("all_reduce 8 B sync", lambda t, g: lambda: dist.all_reduce(t, maximum, group=g))
-    add("pg.allreduce 8 B + wait", lambda t, g: lambda: g.allreduce([t], options).wait(), with_raw=False)
-    add("all_reduce 8 B async + wait",
-        lambda t, g: lambda: dist.all_reduce(t, maximum, group=g, async_op=True).wait(), with_raw=False)
+    add(
+        "pg.allreduce 8 B + wait",
+        lambda t, g: lambda: g.allreduce([t], options).wait(),
+        with_raw=False,
+    )
+    add(
+        "all_reduce 8 B async + wait",
+        lambda t, g: lambda: dist.all_reduce(t, maximum, group=g, async_op=True).wait(),
+        with_raw=False,
+    )
 
     def issue(t, g):
         def call():
@@ -134,7 +150,16 @@ def small_calls(groups, repetitions, inner):
             for _ in range(inner[name]):
                 call()
             samples.append(call.spent[0] / inner[name])
-        rows.append(Row("all_reduce 8 B issue", name, statistics.median(samples), min(samples), repetitions, 8))
+        rows.append(
+            Row(
+                "all_reduce 8 B issue",
+                name,
+                statistics.median(samples),
+                min(samples),
+                repetitions,
+                8,
+            )
+        )
 
     def thousand(t, g):
         def call():
@@ -159,39 +184,43 @@ def _repeat(call, times):
 
 def bandwidth(groups, repetitions, sizes):
     """all_reduce in three dtypes, all_gather and reduce_scatter, against raw MPI."""
+    return [row for size in sizes for row in bandwidth_of(groups, repetitions, size)]
+
+
+def bandwidth_of(groups, repetitions, size):
+    """Return the rows for one size in bytes."""
     rows = []
-    for size in sizes:
-        inner = max(1, min(20, 8 * MIB // size))
-        data = torch.zeros(size // 4)
-        calls = {
-            n: (lambda g=g: dist.all_reduce(data, group=g))
-            for n, g in groups.named("mpi", "gloo").items()
-        }
-        if groups.raw is not None:
-            buffer = torch.zeros(size // 4).numpy()
-            calls["raw"] = lambda: groups.raw.Allreduce(groups.MPI.IN_PLACE, buffer)
-        for dtype in (torch.bfloat16, torch.float16):
-            half = torch.zeros(size // 2, dtype=dtype)
-            calls[f"mpi {str(dtype)[6:]}"] = lambda t=half: dist.all_reduce(t, group=groups.mpi)
-        rows += interleave(f"all_reduce {size // KIB} KiB", calls, repetitions, inner, size)
+    inner = max(1, min(20, 8 * MIB // size))
+    data = torch.zeros(size // 4)
+    calls = {
+        n: (lambda g=g: dist.all_reduce(data, group=g))
+        for n, g in groups.named("mpi", "gloo").items()
+    }
+    if groups.raw is not None:
+        buffer = torch.zeros(size // 4).numpy()
+        calls["raw"] = lambda: groups.raw.Allreduce(groups.MPI.IN_PLACE, buffer)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = torch.zeros(size // 2, dtype=dtype)
+        calls[f"mpi {str(dtype)[6:]}"] = lambda t=half: dist.all_reduce(t, group=groups.mpi)
+    rows += interleave(f"all_reduce {size // KIB} KiB", calls, repetitions, inner, size)
 
-        part, whole = torch.zeros(size // 4 // groups.size), torch.zeros(size // 4)
-        calls = {
-            n: (lambda g=g: dist.all_gather_into_tensor(whole, part, group=g))
-            for n, g in groups.named("mpi", "gloo").items()
-        }
-        if groups.raw is not None:
-            raw_part, raw_whole = part.clone().numpy(), whole.clone().numpy()
-            calls["raw"] = lambda: groups.raw.Allgather(raw_part, raw_whole)
-        rows += interleave(f"all_gather {size // KIB} KiB", calls, repetitions, inner, size)
+    part, whole = torch.zeros(size // 4 // groups.size), torch.zeros(size // 4)
+    calls = {
+        n: (lambda g=g: dist.all_gather_into_tensor(whole, part, group=g))
+        for n, g in groups.named("mpi", "gloo").items()
+    }
+    if groups.raw is not None:
+        raw_part, raw_whole = part.clone().numpy(), whole.clone().numpy()
+        calls["raw"] = lambda: groups.raw.Allgather(raw_part, raw_whole)
+    rows += interleave(f"all_gather {size // KIB} KiB", calls, repetitions, inner, size)
 
-        calls = {
-            n: (lambda g=g: dist.reduce_scatter_tensor(part, whole, group=g))
-            for n, g in groups.named("mpi", "gloo").items()
-        }
-        if groups.raw is not None:
-            calls["raw"] = lambda: groups.raw.Reduce_scatter_block(raw_whole, raw_part)
-        rows += interleave(f"reduce_scatter {size // KIB} KiB", calls, repetitions, inner, size)
+    calls = {
+        n: (lambda g=g: dist.reduce_scatter_tensor(part, whole, group=g))
+        for n, g in groups.named("mpi", "gloo").items()
+    }
+    if groups.raw is not None:
+        calls["raw"] = lambda: groups.raw.Reduce_scatter_block(raw_whole, raw_part)
+    rows += interleave(f"reduce_scatter {size // KIB} KiB", calls, repetitions, inner, size)
     return rows
 
 
@@ -263,10 +292,13 @@ def main():
     """Measure, print and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--only", choices=("small", "bandwidth", "ddp"), help="one part of the cases")
+    parser.add_argument(
+        "--only", choices=("small", "bandwidth", "ddp"), help="one part of the cases"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine as JSON")
     options = parser.parse_args()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 2))))
+    ranks_here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 2))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     groups = Groups()
     check_values(groups)
     repetitions = 5 if options.quick else 15
@@ -291,8 +323,8 @@ def main():
         print(", ".join(f"{k} {v}" for k, v in machine.items()))
         print_table(rows)
         if options.json:
-            with open(options.json, "w") as file:
-                json.dump({"machine": machine, "rows": [asdict(r) for r in rows]}, file, indent=1)
+            found = {"machine": machine, "rows": [asdict(r) for r in rows]}
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
     return 0
 

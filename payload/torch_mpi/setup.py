@@ -75,7 +75,7 @@ COMPILE = [f for f in FLAGS if f.startswith(("-I", "-D", "-pthread", "-isystem")
 LINK = [f for f in FLAGS if f.startswith(("-L", "-l", "-Wl", "-pthread"))]
 # The C++ bindings of old MPIs are not used, and not every installation that names them has them.
 LINK = [f for f in LINK if f not in ("-lmpi_cxx", "-lmpicxx", "-lmpichcxx")]
-# Found at run time without LD_LIBRARY_PATH (which, as a RUNPATH yields to it, can still replace it).
+# Found at run time without LD_LIBRARY_PATH, which still takes precedence over a RUNPATH.
 LINK += [f"-Wl,-rpath,{f[2:]}" for f in LINK if f.startswith("-L")]
 
 setup(

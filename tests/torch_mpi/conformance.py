@@ -2,10 +2,10 @@
 
     mpirun -n 2 python tests/torch_mpi/conformance.py [test names]
 
-The suite is ``DistributedTest._DistTestBase`` in torch.testing._internal.distributed.distributed_test;
-upstream runs it once for each backend in processes that it spawns itself. Here mpirun has spawned
-them: each test gets a fresh default group, runs on all ranks, and rank 0 prints a table of what
-passed, what the suite skipped and why. The exit code is 0 when nothing failed.
+The suite is ``DistributedTest._DistTestBase`` of torch's distributed_test module. Upstream runs it
+once for each backend, in processes that it spawns itself. Here mpirun has spawned them: each test
+gets a fresh default group, runs on all ranks, and rank 0 prints a table of what passed, what the
+suite skipped and why. The exit code is 0 when nothing failed.
 """
 
 import json

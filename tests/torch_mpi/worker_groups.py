@@ -70,7 +70,10 @@ def test_many_groups_do_not_leak(rank, n):
     try:
         dist.all_reduce(torch.ones(1), group=groups[0])
     except Exception as error:
-        check("destroyed" in str(error) or "not initialized" in str(error) or "Invalid" in str(error), str(error))
+        check(
+            "destroyed" in str(error) or "not initialized" in str(error) or "Invalid" in str(error),
+            str(error),
+        )
     else:
         check(False, "a destroyed group was usable")
 
@@ -97,7 +100,9 @@ def test_overlapping_groups_in_threads(rank, n):
             errors.append(error)
 
     mine = [(g, i) for i, g in enumerate(world)]
-    mine += [(g, 100 + i) for i, g in enumerate(pairs) if g is not dist.GroupMember.NON_GROUP_MEMBER]
+    mine += [
+        (g, 100 + i) for i, g in enumerate(pairs) if g is not dist.GroupMember.NON_GROUP_MEMBER
+    ]
     threads = [threading.Thread(target=work, args=m) for m in mine]
     for t in threads:
         t.start()

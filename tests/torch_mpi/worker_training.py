@@ -63,7 +63,10 @@ def train(group, rank, prepare=None, accumulate=False, skip_extra=False, **optio
 
 def compare(ours, theirs, what, tolerance=1e-6):
     for a, b in zip(ours, theirs):
-        check(torch.allclose(a, b, rtol=tolerance, atol=tolerance), f"{what}: off by {(a - b).abs().max()}")
+        check(
+            torch.allclose(a, b, rtol=tolerance, atol=tolerance),
+            f"{what}: off by {(a - b).abs().max()}",
+        )
 
 
 def equal_on_all_ranks(parameters, n):
@@ -109,8 +112,12 @@ def test_ddp_comm_hooks(rank, n):
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
     # This hook issues collectives from callbacks. With several buckets their order would be a race
     # on any backend that completes futures on a thread (gloo too), so there is one bucket.
-    ours = train(None, rank, lambda ddp: ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook),
-                 bucket_cap_mb=25)
+    ours = train(
+        None,
+        rank,
+        lambda ddp: ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook),
+        bucket_cap_mb=25,
+    )
     equal_on_all_ranks(ours, n)
 
 
@@ -130,7 +137,9 @@ def test_fsdp2(rank, n):
 
     def build():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 7), nn.ReLU(), nn.Linear(7, 4))
+        return nn.Sequential(
+            nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 7), nn.ReLU(), nn.Linear(7, 4)
+        )
 
     reference = DDP(build())
     sharded = build()
@@ -200,8 +209,11 @@ def test_distributed_checkpoint(rank, n):
     check(state["step"] == 7, "step")
     for name, value in state["model"].items():
         same(value.full_tensor(), want[name], f"checkpoint {name}")
-    future = dcp.async_save({"model": model.state_dict()}, checkpoint_id=Path(folder[0]) / "step2",
-                            process_group=dist.new_group(backend="cpu:gloo"))
+    future = dcp.async_save(
+        {"model": model.state_dict()},
+        checkpoint_id=Path(folder[0]) / "step2",
+        process_group=dist.new_group(backend="cpu:gloo"),
+    )
     t = torch.ones(3)
     dist.all_reduce(t)  # goes on meanwhile
     future.result()

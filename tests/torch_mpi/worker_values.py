@@ -58,8 +58,10 @@ def reference(parts, op):
     if op in (Op.SUM, Op.AVG):
         total = stacked.sum(0)
         if op == Op.AVG:
-            total = total / len(parts) if total.is_floating_point() or total.is_complex() else (
-                torch.div(total, len(parts), rounding_mode="trunc")
+            total = (
+                total / len(parts)
+                if total.is_floating_point() or total.is_complex()
+                else (torch.div(total, len(parts), rounding_mode="trunc"))
             )
         return total
     if op == Op.PRODUCT:
@@ -95,19 +97,31 @@ def close(got, want, dtype, what):
         if info is not None:  # wraps as torch's own integers do
             span = info.max - info.min + 1
             want = (want - info.min) % span + info.min
-        check(torch.equal(got, want.to(got.dtype)), f"{what}: {got.flatten()[:4]} != {want.flatten()[:4]}")
+        check(
+            torch.equal(got, want.to(got.dtype)),
+            f"{what}: {got.flatten()[:4]} != {want.flatten()[:4]}",
+        )
         return
     error = (got - want).abs()
     bound = tolerance(dtype) * want.abs() * 1.01 + 1e-7
     if dtype in (torch.float32, torch.complex64):
         bound = bound + 1e-6
-    check(bool((error <= bound).all()), f"{what}: off by {error.max()} where {bound.min()} is allowed")
+    check(
+        bool((error <= bound).all()), f"{what}: off by {error.max()} where {bound.min()} is allowed"
+    )
 
 
 def reductions_of(dtype):
     if dtype == torch.bool:
-        return {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.BOR: Op.BOR, Op.PRODUCT: Op.BAND,
-                Op.MIN: Op.BAND, Op.BAND: Op.BAND, Op.BXOR: Op.BXOR}
+        return {
+            Op.SUM: Op.BOR,
+            Op.MAX: Op.BOR,
+            Op.BOR: Op.BOR,
+            Op.PRODUCT: Op.BAND,
+            Op.MIN: Op.BAND,
+            Op.BAND: Op.BAND,
+            Op.BXOR: Op.BXOR,
+        }
     ops = [Op.SUM, Op.PRODUCT, Op.AVG]
     if not dtype.is_complex:
         ops += [Op.MIN, Op.MAX]
@@ -124,7 +138,9 @@ def test_all_reduce_every_dtype_and_op(rank, n):
                 parts = [sample(dtype, (size,), r, size) for r in range(n)]
                 want = reference(parts, meaning)
                 t = parts[rank].clone()
-                group.allreduce([t], op).wait()  # below dist.all_reduce, which views complex as real
+                group.allreduce(
+                    [t], op
+                ).wait()  # below dist.all_reduce, which views complex as real
                 close(t, want, dtype, f"allreduce {dtype} {op} {size}")
     for op in (Op.SUM, Op.AVG, Op.PRODUCT):
         t = torch.full((4,), 2.0)
@@ -176,7 +192,9 @@ def test_special_values(rank, n):
     for dtype in FLOATS:
         t = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, 1.0] * 5, dtype=dtype)
         dist.all_reduce(t)
-        want = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, float(n)] * 5, dtype=dtype)
+        want = torch.tensor(
+            [float("inf"), -float("inf"), float("nan"), 0.0, float(n)] * 5, dtype=dtype
+        )
         same(t, want, f"{dtype}")
         t = torch.tensor([1.0, float("nan") if rank == n - 1 else 2.0, 3.0 + rank], dtype=dtype)
         dist.all_reduce(t, Op.MAX)
@@ -272,7 +290,11 @@ def test_movement_of_every_size(rank, n):
         out = torch.empty(size, dtype=torch.int32)
         dist.reduce_scatter_tensor(out, torch.cat(parts[:1] * n) + rank)
         same(out, parts[0] * n + n * (n - 1) // 2, f"reduce_scatter {size}")
-        for dtype, op in ((torch.float32, Op.AVG), (torch.bfloat16, Op.SUM), (torch.float64, Op.MAX)):
+        for dtype, op in (
+            (torch.float32, Op.AVG),
+            (torch.bfloat16, Op.SUM),
+            (torch.float64, Op.MAX),
+        ):
             whole = [sample(dtype, (n * size,), r, 7) for r in range(n)]
             out = torch.empty(size, dtype=dtype)
             dist.reduce_scatter_tensor(out, whole[rank], op)
@@ -528,9 +550,17 @@ def test_rejected(rank, n):
     )
     rejects(ValueError, "AVG", lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), Op.AVG))
     rejects(ValueError, "sparse", lambda: dist.all_reduce(torch.eye(3).to_sparse()))
-    rejects(ValueError, "group's size", lambda: dist.all_gather_into_tensor(torch.empty(5 * n + 1), torch.ones(5)))
+    rejects(
+        ValueError,
+        "group's size",
+        lambda: dist.all_gather_into_tensor(torch.empty(5 * n + 1), torch.ones(5)),
+    )
     rejects(ValueError, "tag", lambda: dist.isend(f, (rank + 1) % n, tag=2**31 - 1))
-    rejects(Exception, "split", lambda: dist.all_to_all_single(torch.empty(4), torch.ones(4), [1] * n, [9] * n))
+    rejects(
+        Exception,
+        "split",
+        lambda: dist.all_to_all_single(torch.empty(4), torch.ones(4), [1] * n, [9] * n),
+    )
     t = torch.ones(2)
     dist.all_reduce(t)  # and the group still works
     same(t, torch.full((2,), float(n)))

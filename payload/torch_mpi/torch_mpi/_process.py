@@ -91,7 +91,9 @@ def create_backend(ranks, request):
     name = str(request.get("group_name", "mpi"))
     if store is not None:
         store = PrefixStore(f"mpi/{name}", store)
-    return extension.create_backend(members, store, request.get("timeout") or _DEFAULT_TIMEOUT, name)
+    return extension.create_backend(
+        members, store, request.get("timeout") or _DEFAULT_TIMEOUT, name
+    )
 
 
 def _watch_exit(extension):
@@ -122,6 +124,5 @@ def _watch_exit(extension):
 def _abort(extension):
     sys.stdout.flush()
     sys.stderr.flush()
-    extension.abort(
-        1, f"rank {extension.world_rank()} ended with an uncaught exception (its traceback is above)"
-    )
+    who = f"rank {extension.world_rank()}"
+    extension.abort(1, f"{who} ended with an uncaught exception (its traceback is above)")

@@ -1,5 +1,6 @@
 """A key-value store for a job that has only MPI: gloo groups and timeouts need one."""
 
+import contextlib
 import json
 import os
 import socket
@@ -28,10 +29,8 @@ def _addresses():
     except OSError:
         pass
     found.append(name)
-    try:
+    with contextlib.suppress(OSError):
         found += [entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
-    except OSError:
-        pass
     usable = [a for a in dict.fromkeys(found) if not a.startswith("127.")]
     given = os.environ.get("MASTER_ADDR")
     return ([given] if given else []) + usable
