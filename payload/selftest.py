@@ -13,7 +13,14 @@ import sys
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
-SUM_OF_RANKS = "from mpi4py.MPI import COMM_WORLD as w; print(w.allreduce(w.rank + 1), flush=True)"
+SUM_OF_RANKS = """
+import torch, torch.distributed as dist
+dist.init_process_group("mpi")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+print(total.item(), flush=True)
+dist.destroy_process_group()
+"""
 
 
 def check(holds: bool, what: str) -> None:
@@ -52,6 +59,7 @@ def check_torch(flavour: str, torchvision: str) -> str:
         torch.from_numpy(numpy.ones(3)).sum().item() == 3.0, "torch and numpy do not work together"
     )
     check(torch.distributed.is_gloo_available(), "torch has no gloo backend")
+    check(torch.distributed.is_mpi_available(), "torch has no mpi backend: torch_mpi did not load")
     if torchvision != "none":
         version = importlib.import_module("torchvision").__version__
         check(version == torchvision, f"torchvision is {version}, the label says {torchvision}")
@@ -59,7 +67,7 @@ def check_torch(flavour: str, torchvision: str) -> str:
 
 
 def check_mpi() -> str:
-    """mpi4py on the image's own Open MPI, in a world of two ranks; returns MPI's version."""
+    """The image's own Open MPI, and torch over it on two ranks; returns MPI's version."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().split(",")[0]

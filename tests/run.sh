@@ -46,7 +46,7 @@ run_pytest() { # run_pytest COMMAND… -- PATHS AND OPTIONS: pytest by that Pyth
 
 run_unit() { # what needs neither image nor cluster
     prepare_tools
-    run_pytest "$PYTHON" -- tests --ignore tests/image -m "not image and not slurm and not slow" -q
+    run_pytest "$PYTHON" -- tests --ignore tests/image --ignore tests/torch_mpi -m "not image and not slurm and not slow" -q
 }
 
 run_all() {
@@ -59,12 +59,12 @@ run_all() {
     source scripts/jobs/common.sh
     set_container
     local inside
-    for inside in tests/image tests/payload; do
+    for inside in tests/image tests/payload tests/torch_mpi; do
         echo "== inside the image: $inside"
         run_pytest "${CONTAINER[@]}" python -- "$inside"
     done
     echo "== on the host: tests/scripts, tests/slurm and the rest"
-    run_pytest "$PYTHON" -- tests --ignore tests/image --ignore tests/payload
+    run_pytest "$PYTHON" -- tests --ignore tests/image --ignore tests/payload --ignore tests/torch_mpi
 }
 
 run_lint() {

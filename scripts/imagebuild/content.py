@@ -13,6 +13,9 @@ from .process import BuildError
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "build", ".*", "*.so", "*.o")
 
 
+COMPILED = "payload/torch_mpi/"
+
+
 class Inputs(NamedTuple):
     """The tree's own inputs of one flavour, by path relative to the root."""
 
@@ -42,6 +45,8 @@ def read_inputs(root: Path, flavour: str) -> Inputs:
     locks = ("build.txt", f"{flavour}.txt", f"torch-{flavour}.txt", f"torchvision-{flavour}.txt")
     names = [f"payload/requirements/{name}" for name in locks]
     dependencies = {name: payload[name] for name in names if name in payload}
+    # Compiled code belongs to the layer below the payload: a change elsewhere compiles nothing.
+    dependencies.update((name, payload[name]) for name in payload if name.startswith(COMPILED))
     dependencies["Singularity.def"] = (root / "Singularity.def").read_bytes()
     project = payload.get("payload/pyproject.toml", b"")
     found = re.search(r'^version = "(.+)"', project.decode(errors="replace"), re.M)
