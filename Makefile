@@ -2,8 +2,12 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 FLAVOUR ?= cpu
-IMAGE ?= $(CURDIR)/build/Pytorch_DL_HPC-$(FLAVOUR).sif
 JOB ?= nccl
+
+# What is set on the command line or in the environment is text: a $ in it is a $, for make as well.
+TEXT := ARGS BASE DO FLAVOUR GPUS IMAGE IMAGE_URI JOB NODES OUT SCRIPT SHA256 SITE SUITE TASKS TIME TORCHVISION
+$(foreach name,$(TEXT),$(if $(value $(name)),$(eval override $(name) := $$(value $(name)))))
+IMAGE ?= $(CURDIR)/build/Pytorch_DL_HPC-$(FLAVOUR).sif
 export IMAGE
 
 # A value as one word of the shell, whatever is in it; and an option that is left out without a value.
@@ -15,7 +19,7 @@ option = $(if $($2),--$1=$(call quoted,$($2)))
 
 help: ## print this text
 	@echo "Distributed PyTorch in an Apptainer container"
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' Makefile | column -t -s @
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1 /p' Makefile | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 setup: ## install Apptainer where it is missing, prove that it runs a container
 	scripts/setup-apptainer.sh
@@ -39,7 +43,7 @@ demo: image ## the main job: Apptainer, the image, the distributed examples on 4
 	scripts/demo.sh
 
 test-image: ## the image's own %test
-	@source scripts/jobs/common.sh; set_container; exec "$${CONTAINER[0]}" test "$(IMAGE)"
+	@source scripts/jobs/common.sh; set_container; exec "$${CONTAINER[0]}" test "$$IMAGE"
 
 test-unit: ## tests that need no image: seconds [T="pytest arguments"]
 	tests/run.sh unit $(T)
@@ -57,7 +61,7 @@ lock: ## refresh the locked requirements of the image and of the tests
 	scripts/lock.sh
 
 cluster: ## a two-node Slurm cluster on this machine, for trying things [DO=up|down|status]
-	$(PYTHON) tests/slurm/cluster.py $(or $(DO),status)
+	$(PYTHON) tests/slurm/cluster.py $(call quoted,$(or $(DO),status))
 
 clean: ## remove build/
 	rm -rf build

@@ -118,8 +118,9 @@ class Maker(NamedTuple):
             print(f"dependencies: {base.source}, torchvision {torchvision}", flush=True)
             arguments = {"SUITE": options.suite, "TORCHVISION": torchvision, "CONTENT_KEY": key}
             publish(self.run("deps", base, arguments), target)
-        for old in sorted(target.parent.glob("deps-*.sif"), key=os.path.getmtime)[:-KEPT_LAYERS]:
-            old.unlink()
+            layers = sorted(target.parent.glob("deps-*.sif"), key=os.path.getmtime)
+            for old in layers[:-KEPT_LAYERS]:
+                old.unlink()
         return target
 
     def run(self, layer: str, base: Base, arguments: Dict[str, str]) -> Path:

@@ -64,7 +64,7 @@ has_nvidia_driver() { [[ -e /dev/nvidiactl ]] || [[ -e /proc/driver/nvidia/versi
 
 choose_mpi() { # MPI: pmix (srun starts the ranks) or mpirun (of the host)
     if [[ -z ${MPI:-} ]]; then
-        if [[ -n ${SLURM_JOB_ID:-} ]] && srun --mpi=list 2>&1 | grep -qw pmix; then
+        if [[ -n ${SLURM_JOB_ID:-} ]] && srun --mpi=list 2>&1 | grep -w pmix > /dev/null; then # not -q: pipefail
             MPI=pmix reason="srun --mpi=list has pmix"
         elif command -v mpirun > /dev/null; then
             MPI=mpirun reason="srun has no pmix; mpirun of the host is $(command -v mpirun)"

@@ -1,11 +1,16 @@
 """The build's flow with a fake apptainer: what is built when, from where, with which settings."""
 
 import json
+import os
+import pwd
 import re
 import stat
+from pathlib import Path
 
 import pytest
 from hosts import tiny_definition
+from imagebuild.build import cache_directory
+from imagebuild.process import BuildError
 from sif_files import labels_of
 
 
@@ -148,10 +153,19 @@ def test_a_relative_cache_and_no_home(host):
     assert len(list(made.glob("*.sif"))) == 1
 
 
-def test_without_home_and_cache_directory_the_accounts_home_counts(host):
-    """(Python asks the password database.) Only looked at, not built: it is the user's own."""
-    done = host.run("image.py", "key", XDG_CACHE_HOME=None, HOME=None)
-    assert done.returncode == 0
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    """XDG_CACHE_HOME, else HOME, else the account's home; without an account it must be named."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_directory() == Path("/x/pytorch-dl-hpc")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_directory() == tmp_path / ".cache/pytorch-dl-hpc"
+    monkeypatch.delenv("HOME")
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert cache_directory() == Path(home, ".cache/pytorch-dl-hpc")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(BuildError, match="^no home directory: XDG_CACHE_HOME=/big/directory make"):
+        cache_directory()
 
 
 def test_spaces_everywhere(host):

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from hosts import read_only, small_disk
+from hosts import in_namespace, read_only, small_disk
 from sif_files import labels_of, write_sif
 
 OLD = {"content-key": "old"}
@@ -201,23 +201,26 @@ def test_builds_of_two_images_share_the_layer(host, tmp_path):
     assert sorted(host.built_layers()) == ["deps", "payload", "payload"]
 
 
-@pytest.mark.parametrize("full", ["temporary", "output"])
+@pytest.mark.parametrize("full", ["temporary", "cache", "output"])
 def test_a_disk_that_fills_up(host, old_image, full):
-    """TMPDIR while the runtime writes; the output when the image is moved there."""
+    """TMPDIR while the runtime writes; cache and output when a finished file is moved there."""
     if full == "temporary":
         done = host.build(wrapper=small_disk(host.temporary, "4m"), FAKE_APPTAINER="full")
+    elif full == "cache":
+        base = host.cache.rename(host.path / "base")
+        host.cache.mkdir()
+        disk = f"mount -t tmpfs -o size=24k none '{host.cache}' && cp -r '{base}'/* '{host.cache}'"
+        done = host.build(wrapper=in_namespace(disk))
     else:
         (host.path / "small").mkdir()
-        done = host.build(
-            "--out", host.path / "small/x.sif", wrapper=small_disk(host.path / "small")
-        )
-        assert done.returncode == 0, "64 KiB are enough for one"
-        done = host.build(
-            "--out", host.path / "small/x.sif", wrapper=small_disk(host.path / "small", "16k")
-        )
+        out = host.path / "small/x.sif"
+        assert host.build("--out", out, wrapper=small_disk(out.parent, "64k")).returncode == 0
+        done = host.build("--out", out, wrapper=small_disk(out.parent, "16k"))
     assert done.returncode == 1
-    assert "the disk is full" in done.stderr.splitlines()[-1]
-    assert "choose other directories with TMPDIR=… XDG_CACHE_HOME=… OUT=…" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("image: error: ")
+    assert "the disk is full" in last
+    assert "choose other directories with TMPDIR=… XDG_CACHE_HOME=… OUT=…" in last
     assert labels_of(old_image) == OLD
     assert host.leftovers() == []
 
