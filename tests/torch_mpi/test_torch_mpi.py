@@ -55,6 +55,25 @@ def test_more_than_2_gib(passes):
     passes(2, "worker_huge.py", timeout=900)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_conformance(passes, ranks):
+    """PyTorch's own suite for backends."""
+    pytest.importorskip("expecttest")
+    result = passes(ranks, "conformance.py", timeout=900)
+    passed = re.search(r"passed (\d+), failed 0,", result.output)
+    assert passed and int(passed.group(1)) >= 90, result.output[-4000:]
+
+
+@pytest.mark.gpu
+def test_gpu(passes):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    passes(2, "worker_gpu.py")
+
+
 # ---- the ends of a job -------------------------------------------------------------------------
 
 FATAL = {

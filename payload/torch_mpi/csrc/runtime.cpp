@@ -125,6 +125,9 @@ Runtime::Runtime() {
   } else {
     mpi_check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
     owner_ = true;
+    // MPICH raises errors of MPI_Testall here, whatever communicator the requests belong to.
+    mpi_check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    mpi_check(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   }
   library_ = describe_library();
   TORCH_CHECK_WITH(
