@@ -1,17 +1,11 @@
 // The collectives on tensors that only move data.
+#include "arguments.hpp"
 #include "backend.hpp"
-
 #include "errors.hpp"
 
 namespace torch_mpi {
 
 namespace {
-
-const at::Tensor& only(const Tensors& tensors, const char* name) {
-  TORCH_CHECK_VALUE(
-      tensors.size() == 1, "mpi ", name, ": one tensor a rank is supported, got ", tensors.size());
-  return tensors[0];
-}
 
 void check_same_kind(const at::Tensor& a, const at::Tensor& b, const char* name) {
   TORCH_CHECK_VALUE(
@@ -32,18 +26,6 @@ void check_list(
   for (const auto& t : lists[0]) {
     check_same_kind(t, like, name);
   }
-}
-
-int64_t total_bytes(const Tensors& tensors) {
-  int64_t bytes = 0;
-  for (const auto& t : tensors) {
-    bytes += static_cast<int64_t>(t.nbytes());
-  }
-  return bytes;
-}
-
-Memory memory_kind(const at::Tensor& t, bool staged) {
-  return t.device().is_cpu() || staged ? Memory::Host : Memory::Device;
 }
 
 void allgather_list(

@@ -1,17 +1,11 @@
 // allreduce, reduce and reduce_scatter on tensors.
+#include "arguments.hpp"
 #include "backend.hpp"
-
 #include "errors.hpp"
 
 namespace torch_mpi {
 
 namespace {
-
-const at::Tensor& only(const Tensors& tensors, const char* name) {
-  TORCH_CHECK_VALUE(
-      tensors.size() == 1, "mpi ", name, ": one tensor a rank is supported, got ", tensors.size());
-  return tensors[0];
-}
 
 void check_dense(const at::Tensor& t, const char* name) {
   TORCH_CHECK_VALUE(
@@ -22,10 +16,6 @@ void check_dense(const at::Tensor& t, const char* name) {
 // MPI cannot scale, widen or average device memory: such reductions go through the host.
 bool stage_reduction(const at::Tensor& t, const Reduction& r) {
   return !t.device().is_cpu() && (must_stage(t) || r.widened() || r.divisor != 1);
-}
-
-Memory memory_kind(const at::Tensor& t, bool staged) {
-  return t.device().is_cpu() || staged ? Memory::Host : Memory::Device;
 }
 
 std::string say_reduction(const c10d::ReduceOp& op, const std::string& rest) {
@@ -46,14 +36,6 @@ at::Tensor premultiplied(const at::Tensor& t, const c10d::ReduceOp& op) {
     return at::mul(t, factor->tensor_factor.to(t.device()).to(t.scalar_type()).reshape({}));
   }
   return at::mul(t, factor->double_factor).to(t.scalar_type());
-}
-
-int64_t total_bytes(const Tensors& tensors) {
-  int64_t bytes = 0;
-  for (const auto& t : tensors) {
-    bytes += static_cast<int64_t>(t.nbytes());
-  }
-  return bytes;
 }
 
 // One tensor reduced over all ranks, wherever it lives.
