@@ -62,7 +62,7 @@ def test_conformance(passes, ranks):
     pytest.importorskip("expecttest")
     result = passes(ranks, "conformance.py", timeout=900)
     passed = re.search(r"passed (\d+), failed 0,", result.output)
-    assert passed and int(passed.group(1)) >= 90, result.output[-4000:]
+    assert passed and int(passed.group(1)) >= 80, result.output[-4000:]
 
 
 @pytest.mark.gpu

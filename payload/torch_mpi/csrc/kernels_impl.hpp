@@ -111,14 +111,46 @@ void divide(T* x, int64_t count, int64_t divisor) {
 }
 
 inline void bf16_to_float(float* out, const uint16_t* in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
+  int64_t i = 0;
+#ifdef TORCH_MPI_F16C
+  for (; i + 8 <= count; i += 8) {
+    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+    _mm256_storeu_ps(out + i, _mm256_castsi256_ps(bits));
+  }
+#endif
+  for (; i < count; ++i) {
     const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
     __builtin_memcpy(&out[i], &bits, sizeof(bits));
   }
 }
 
+#ifdef TORCH_MPI_F16C
+// Eight floats as bfloat16 in the low halves of 32-bit lanes; the scalar loop below says how.
+inline __m256i round_to_bf16(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i high = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+  const __m256i nan = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, nan, is_nan);
+}
+#endif
+
 inline void float_to_bf16(uint16_t* out, const float* in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
+  int64_t i = 0;
+#ifdef TORCH_MPI_F16C
+  for (; i + 16 <= count; i += 16) {
+    const __m256i low = round_to_bf16(_mm256_loadu_ps(in + i));
+    const __m256i high = round_to_bf16(_mm256_loadu_ps(in + i + 8));
+    // packus works within 128-bit lanes: the permutation puts the four quarters in order.
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), packed);
+  }
+#endif
+  for (; i < count; ++i) {
     uint32_t bits;
     __builtin_memcpy(&bits, &in[i], sizeof(bits));
     // Round to nearest, ties to even; a NaN keeps its top bits and stays a NaN.
