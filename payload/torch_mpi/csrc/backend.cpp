@@ -1,6 +1,7 @@
 #include "backend.hpp"
 
 #include "errors.hpp"
+#include "muster.hpp"
 #include "runtime.hpp"
 
 #include <future>
@@ -50,13 +51,56 @@ class GroupWork : public Work {
   std::vector<WorkPtr> works_;
 };
 
-// MPI_Comm_create_group cannot be interrupted, so a thread of its own may be left behind in it when
-// a member does not come.
+[[noreturn]] void raise_incomplete(
+    const std::vector<int>& ranks,
+    PeerWatch& peers,
+    std::chrono::milliseconds timeout,
+    const std::string& name) {
+  note_failure();
+  const auto absent = peers.missing("creation");
+  raise_backend_error(c10::str(
+      "mpi group '", name, "': not all ", ranks.size(), " members have come within ",
+      timeout.count(), " ms",
+      absent ? "; ranks not yet arrived: " + list_ranks(*absent) : std::string(),
+      ". All members of a group must create it, in the same order of groups"));
+}
+
+// Waits until all members have come, and tells the store of this rank's arrival if that takes long.
+void muster(
+    const std::vector<int>& ranks,
+    PeerWatch& peers,
+    std::chrono::milliseconds timeout,
+    const std::string& name) {
+  auto& runtime = Runtime::instance();
+  Muster members(runtime.control(), ranks, runtime.rank(), creation_tag(name));
+  const auto start = Clock::now();
+  const auto patience = std::min<std::chrono::milliseconds>(std::chrono::seconds(1), timeout / 4);
+  bool announced = false;
+  auto nap = std::chrono::microseconds(20);
+  while (!members.complete()) {
+    if (Clock::now() >= start + timeout) {
+      raise_incomplete(ranks, peers, timeout, name);
+    }
+    if (!announced && Clock::now() >= start + patience) {
+      peers.announce("creation");
+      announced = true;
+    }
+    std::this_thread::sleep_for(nap);
+    nap = std::min(nap * 2, std::chrono::microseconds(2000));
+  }
+  if (announced) {
+    peers.withdraw("creation");
+  }
+}
+
+// MPI_Comm_create_group cannot be interrupted. All members have come before it is called; the thread
+// of its own is for one that gives up or dies in that very moment.
 std::shared_ptr<Communicator> create_in_time(
     const std::vector<int>& ranks,
     PeerWatch& peers,
     std::chrono::milliseconds timeout,
     const std::string& name) {
+  muster(ranks, peers, timeout, name);
   auto promise = std::make_shared<std::promise<std::shared_ptr<Communicator>>>();
   auto result = promise->get_future();
   std::thread([promise, ranks, name] {
@@ -66,26 +110,9 @@ std::shared_ptr<Communicator> create_in_time(
       promise->set_exception(std::current_exception());
     }
   }).detach();
-  const auto deadline = Clock::now() + timeout;
-  const auto patience = std::min<std::chrono::milliseconds>(std::chrono::seconds(1), timeout / 4);
-  if (result.wait_for(patience) == std::future_status::ready) {
-    return result.get();
+  if (result.wait_for(timeout) != std::future_status::ready) {
+    raise_incomplete(ranks, peers, timeout, name);
   }
-  peers.announce("creation");
-  while (result.wait_until(std::min(deadline, Clock::now() + std::chrono::milliseconds(500))) !=
-         std::future_status::ready) {
-    if (Clock::now() < deadline) {
-      continue;
-    }
-    note_failure();
-    const auto absent = peers.missing("creation");
-    raise_backend_error(c10::str(
-        "mpi group '", name, "': not all ", ranks.size(), " members have come within ",
-        timeout.count(), " ms",
-        absent ? "; ranks not yet arrived: " + list_ranks(*absent) : std::string(),
-        ". All members of a group must create it, in the same order of groups"));
-  }
-  peers.withdraw("creation");
   return result.get();
 }
 

@@ -12,14 +12,6 @@ namespace {
 std::atomic<int> g_live{0};
 constexpr int kInternalTags = 16;
 
-int creation_tag(const std::string& name) {
-  uint32_t hash = 2166136261u; // FNV-1a: the same on all ranks, unlike std::hash
-  for (const unsigned char c : name) {
-    hash = (hash ^ c) * 16777619u;
-  }
-  return static_cast<int>(hash % 32768u); // MPI promises tags up to 32767
-}
-
 class Group {
  public:
   Group(MPI_Group parent, const std::vector<int>& ranks) {
@@ -41,6 +33,14 @@ class Group {
 };
 
 } // namespace
+
+int creation_tag(const std::string& name) {
+  uint32_t hash = 2166136261u; // FNV-1a: the same on all ranks, unlike std::hash
+  for (const unsigned char c : name) {
+    hash = (hash ^ c) * 16777619u;
+  }
+  return static_cast<int>(hash % 32768u); // MPI promises tags up to 32767
+}
 
 char* Scratch::at_least(size_t bytes) {
   if (bytes > capacity_) {

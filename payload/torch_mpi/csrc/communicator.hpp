@@ -28,6 +28,9 @@ class Scratch {
   size_t capacity_ = 0;
 };
 
+// The tag by which the members of a group that is being made find each other.
+int creation_tag(const std::string& name);
+
 class Communicator {
  public:
   // Made by the members alone (MPI_Comm_create_group): non-members never hear of it. `ranks` are
