@@ -15,7 +15,7 @@ quoted = '$(subst ','\'',$1)'
 option = $(if $($2),--$1=$(call quoted,$($2)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup image pull launch shell demo test-image test-unit test-local measure lint lock cluster clean clean-cache
+.PHONY: help setup image pull launch shell demo test-image test-unit test-local conformance measure lint lock cluster clean clean-cache
 
 help: ## print this text
 	@echo "Distributed PyTorch in an Apptainer container"
@@ -50,6 +50,9 @@ test-unit: ## tests that need no image: seconds [T="pytest arguments"]
 
 test-local: image ## all tests: real image, real Open MPI, real Slurm [T="pytest arguments"]
 	tests/run.sh all $(T)
+
+conformance: image ## torch's own tests of a backend, on the mpi backend: 2 and 4 ranks, many minutes
+	tests/run.sh conformance $(T)
 
 measure: ## what the container costs: its start, import torch inside and bare
 	$(PYTHON) scripts/measure.py $(call quoted,$(IMAGE))

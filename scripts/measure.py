@@ -32,7 +32,7 @@ def seconds(command: List[str]) -> float:
 
 
 def bare_python(runtime: str, image: Path, place: Path, version: str) -> List[str]:
-    """The image's virtual environment, unpacked, under the host's Python; empty where it has none."""
+    """The image's virtual environment, unpacked, for the host's Python; empty where it has none."""
     name = ".".join(version.split(".")[:2])
     if not Path(f"/usr/bin/python{name}").exists():
         print(f"no /usr/bin/python{name} on this host: `import torch` bare is left out")

