@@ -58,13 +58,14 @@ run_all() {
     # shellcheck source=scripts/jobs/common.sh
     source scripts/jobs/common.sh
     set_container
-    local inside
+    local inside failed=0 # every part runs, so that one run shows all that is broken
     for inside in tests/image tests/payload tests/torch_mpi; do
         echo "== inside the image: $inside"
-        run_pytest "${CONTAINER[@]}" python -- "$inside" -m "not conformance"
+        run_pytest "${CONTAINER[@]}" python -- "$inside" -m "not conformance" || failed=1
     done
     echo "== on the host: tests/scripts, tests/slurm and the rest"
-    run_pytest "$PYTHON" -- tests --ignore tests/image --ignore tests/payload --ignore tests/torch_mpi
+    run_pytest "$PYTHON" -- tests --ignore tests/image --ignore tests/payload --ignore tests/torch_mpi || failed=1
+    return $failed
 }
 
 run_conformance() { # torch's own suite for backends, on the mpi backend
