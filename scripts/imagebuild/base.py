@@ -91,18 +91,20 @@ def ensure_mmdebstrap() -> None:
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
         print("changed: apt-get install mmdebstrap (it makes the Debian base)", flush=True)
-        done = subprocess.run(
-            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "mmdebstrap"],
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        for command in (["update"], ["install", "-y", "--no-install-recommends", "mmdebstrap"]):
+            done = subprocess.run(
+                ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *command],
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        # What counts is the last one: an update that fails in part may still have found enough.
         if done.returncode == 0:
             return
         raise BuildError(
             f"apt-get install mmdebstrap failed: {explain(done.stderr.splitlines())}:"
-            " run `apt-get update` first"
+            " see what `apt-get update` says"
         )
     raise BuildError(
         "no Docker registry in reach and no mmdebstrap: ask root for `apt-get install mmdebstrap`,"

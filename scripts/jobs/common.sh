@@ -21,7 +21,11 @@ fail() { # fail WHAT REMEDY: one line, and the job ends
 
 load_site() { # modules and binds of this cluster
     local file="$PYTORCH_DL_HPC/scripts/sites/$SITE.sh"
-    [[ -f $file ]] || fail "SITE=$SITE is unknown" "have $(cd "$PYTORCH_DL_HPC/scripts/sites" && echo *.sh)"
+    if [[ ! -f $file ]]; then
+        local known=("$PYTORCH_DL_HPC"/scripts/sites/*.sh)
+        known=("${known[@]##*/}")
+        fail "SITE=$SITE is unknown" "wanted one of: ${known[*]%.sh}"
+    fi
     # shellcheck source=/dev/null
     source "$file"
     if declare -F site_setup > /dev/null; then site_setup; fi
@@ -40,8 +44,8 @@ clean_environment() {
 
 set_container() { # set_container [SCRIPT …]: CONTAINER, how a command is run in the image
     local runtime
-    runtime=$(command -v singularity || command -v apptainer) ||
-        fail "no singularity or apptainer in PATH" "load the module in scripts/sites/$SITE.sh, or run \`make setup\`"
+    runtime=$(command -v apptainer || command -v singularity) ||
+        fail "no apptainer or singularity in PATH" "load the module in scripts/sites/$SITE.sh, or run \`make setup\`"
     [[ -r $IMAGE ]] || fail "no image $IMAGE" "run \`make image\` or \`make pull IMAGE_URI=…\`"
     # The real working directory, not a symbolic link to it: else the process starts in $HOME.
     local here

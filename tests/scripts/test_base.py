@@ -154,11 +154,13 @@ def only(directory, monkeypatch, **programs):
 
 
 def test_root_installs_mmdebstrap_and_says_so(tmp_path, monkeypatch, capsys):
-    only(tmp_path, monkeypatch, apt_get=f'echo "$@" > {tmp_path}/arguments')
+    only(tmp_path, monkeypatch, apt_get=f'echo "$@" >> {tmp_path}/arguments')
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     base.ensure_mmdebstrap()
     assert capsys.readouterr().out.startswith("changed: apt-get install mmdebstrap")
-    assert (tmp_path / "arguments").read_text().split()[-1] == "mmdebstrap"
+    update, install = (tmp_path / "arguments").read_text().splitlines()
+    assert update.split()[-1] == "update"  # a new machine has no package lists
+    assert install.split()[-1] == "mmdebstrap"
 
 
 def test_a_failed_installation_is_one_line(tmp_path, monkeypatch):
@@ -167,7 +169,7 @@ def test_a_failed_installation_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(BuildError) as caught:
         base.ensure_mmdebstrap()
     assert str(caught.value) == (
-        "apt-get install mmdebstrap failed: E: Unable to locate: run `apt-get update` first"
+        "apt-get install mmdebstrap failed: E: Unable to locate: see what `apt-get update` says"
     )
 
 

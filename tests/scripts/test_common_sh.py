@@ -113,7 +113,7 @@ def test_no_runtime(node):
     (node.bin / "apptainer").unlink()
     assert_refused(
         run(node, "set_container"),
-        "no singularity or apptainer in PATH: load the module in scripts/sites/generic.sh,"
+        "no apptainer or singularity in PATH: load the module in scripts/sites/generic.sh,"
         " or run `make setup`",
     )
 
@@ -203,8 +203,7 @@ def test_a_site_without_setup_is_fine(node):
 def test_an_unknown_site_is_answered_with_the_known_ones(node):
     done = run(node, "load_site", SITE="mars")
     assert done.returncode == 1
-    assert done.stderr.startswith("job: error: SITE=mars is unknown: have ")
-    assert {"generic", "local"} <= set(done.stderr.replace(".sh", "").split())
+    assert done.stderr.startswith("job: error: SITE=mars is unknown: wanted one of: generic local")
 
 
 def test_a_site_setup_that_fails_ends_the_job(node):
