@@ -415,6 +415,7 @@ def test_p2p(rank, n):
         check(seen == set(range(1, n)), f"any source: {seen}")
     else:
         dist.send(torch.full((2,), float(rank)), 0)
+    dist.barrier()  # else a fast rank's next message could be the any-source receive's
     column = torch.zeros(4, 4)
     if rank == 0:
         dist.send(torch.arange(16.0).view(4, 4)[:, 2], 1)
