@@ -10,10 +10,15 @@ from pathlib import Path
 _CONNECT = timedelta(seconds=10)
 
 
-def _boot_id():
-    """Return a string that is the same for two processes exactly if they run on one kernel."""
+def _network():
+    """Return a string that is the same for two processes exactly if 127.0.0.1 is the same to both.
+
+    One kernel (its boot id) may hold several networks: containers and pods have their own
+    namespaces (network_namespaces(7)), whose inode tells them apart.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"  # noqa: PTH115
     except OSError:
         return socket.gethostname()
 
@@ -58,13 +63,13 @@ def create(extension):
     server = None
     if rank == 0:
         server = TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
-        here = {"port": server.port, "boot": _boot_id(), "addresses": _addresses()}
+        here = {"port": server.port, "network": _network(), "addresses": _addresses()}
     message = extension.broadcast_bytes(json.dumps(here).encode() if rank == 0 else b"")
     if server is not None:
         return server
     there = json.loads(message)
     port = there["port"]
-    hosts = (["127.0.0.1"] if there["boot"] == _boot_id() else []) + there["addresses"]
+    hosts = (["127.0.0.1"] if there["network"] == _network() else []) + there["addresses"]
     problems = []
     for host in hosts:
         try:
