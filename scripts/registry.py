@@ -5,7 +5,6 @@ IMAGE_URI: a file's path, file://PATH, oras://REGISTRY/NAME:TAG, docker://…, h
 Standard library only, Python 3.8 or newer: it runs on login nodes.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Optional, Sequence
 
+from imagebuild.content import sha256_of
 from imagebuild.diagnosis import explain
 from imagebuild.preflight import find_runtime
 from imagebuild.process import (
@@ -99,13 +99,10 @@ def fetch(uri: str, target: Path) -> None:
 
 def verify(uri: str, image: Path, sha256: Optional[str]) -> None:
     """The checksum, where one was given; a whole SIF that the runtime can read, in any case."""
-    digest = hashlib.sha256()
-    with image.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    print(f"sha256 {digest.hexdigest()}")
-    if sha256 and digest.hexdigest() != sha256.lower():
-        raise BuildError(f"{uri}: sha256 is {digest.hexdigest()}, wanted {sha256}")
+    found = sha256_of(image)
+    print(f"sha256 {found}")
+    if sha256 and found != sha256.lower():
+        raise BuildError(f"{uri}: sha256 is {found}, wanted {sha256}")
     labels = read_labels(image)
     if not labels:
         raise BuildError(f"{uri}: not a whole image: fetch it again")

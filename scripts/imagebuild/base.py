@@ -1,6 +1,5 @@
 """The Debian system under the image: from a Docker registry, or made with mmdebstrap."""
 
-import hashlib
 import http.client
 import io
 import json
@@ -15,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import List, Mapping, NamedTuple
 
+from .content import sha256_of
 from .diagnosis import explain
 from .process import BuildError, Workspace, run_logged
 from .sif import publish
@@ -149,15 +149,11 @@ def wrap_docker_archive(rootfs: Path, target: Path) -> None:
 
     Docker Image Specification v1.2: manifest.json, a configuration, and one tar for each layer.
     """
-    digest = hashlib.sha256()
-    with rootfs.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
     configuration = {
         "os": "linux",
         "architecture": DOCKER_MACHINES.get(platform.machine(), platform.machine()),
         "config": {},
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest.hexdigest()}"]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{sha256_of(rootfs)}"]},
     }
     manifest = [{"Config": "config.json", "RepoTags": ["base:latest"], "Layers": ["layer.tar"]}]
     with tarfile.open(str(target), "w") as archive:

@@ -87,6 +87,15 @@ def image_key(inputs: Inputs, choices: Mapping[str, str]) -> str:
     return _digest(inputs.payload, {"dependencies": layer_key(inputs, choices)})
 
 
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, which may be larger than the memory, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _digest(files: Mapping[str, bytes], choices: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
